@@ -34,7 +34,7 @@ WITHOUT_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {
     "`pooled_all_to_all`": (embeddings.Pooled, embeddings.POOLED),
     "The sharder": (sharder.Sharded, sharder.SHARDER),
     "`gemv_all_reduce`": (gemv.Product, gemv.USES),
-    "`gemm_all_to_all`": (gemm.BlocksAndRoutes, gemm.USES),
+    "`gemm_all_to_all`": (gemm.Blocks, gemm.USES),
     "`all_gather_gemm` and `gemm_reduce_scatter`": (sharded_rows.Layers, sharded_rows.USES),
     "`expert_layer`": (experts.Layer, experts.USES),
 }

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, gemm_all_to_all, reference
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu import products as common
 from tests.gpu.all_ranks import (
@@ -86,40 +85,6 @@ def fp8_weights(group: SymmetricGroup) -> None:
     scale = torch.rand(len(weight), device=group.device) + 0.5
     weight = weight.to(FP8)
     products.check(gemm_all_to_all(products.workspace, x, weight, scale), x, weight.double() * scale.double()[:, None])
-
-
-def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
-    """Every row goes to any slot of any rank, forward; its gradient comes back from there."""
-    products, ranks = Products(group, dtype), group.world_size
-    _, columns, depth = SHAPES[0]
-    bounds = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32, device=group.device)
-    rows = 6 * tile_rows
-    destinations = torch.randperm(ranks * rows, generator=torch.Generator().manual_seed(1)).view(ranks, rows).to(group.device)
-    own = torch.Generator().manual_seed(2 + group.rank)
-    x, weight, gradient = (
-        torch.randn(shape, generator=own).to(group.device, dtype)
-        for shape in ((rows, depth), (4, columns, depth), (rows, columns))
-    )
-    weight *= depth**-0.5
-    routes = Routes(Groups(tile_rows, bounds, bounds[1:].clone()), destinations[group.rank].int(), rows)
-    result = routed_gemm_all_to_all(products.workspace, x.requires_grad_(), weight.requires_grad_(), routes)
-    result.backward(gradient)
-    products.workspace.raise_fault()
-
-    in_fp64 = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-    parts = in_fp64[0].split((bounds.diff() * tile_rows).tolist())
-    product = torch.cat([part @ matrix.T for part, matrix in zip(parts, in_fp64[1], strict=True)])
-    every_rank = torch.empty(ranks * rows, columns, dtype=torch.float64, device=group.device)
-    dist.all_gather_into_tensor(every_rank, product.detach())
-    right = torch.empty_like(every_rank)
-    right[destinations.flatten()] = every_rank
-    products.assert_close(result.detach(), right.view(ranks, rows, columns)[group.rank])
-    dist.all_gather_into_tensor(every_rank, gradient.double())
-    product.backward(every_rank[destinations[group.rank]])
-    for leaf, expected in zip((x, weight), in_fp64, strict=True):
-        assert leaf.grad is not None
-        assert expected.grad is not None
-        products.assert_close(leaf.grad, expected.grad)
 
 
 def every_tile_shape(group: SymmetricGroup) -> None:
@@ -223,7 +188,7 @@ def compiled(group: SymmetricGroup) -> None:
 def opcheck(group: SymmetricGroup) -> None:
     products = Products(group, FP32)
     given = [tensor.requires_grad_() for tensor in products.draw(*SHAPES[1])]
-    arguments = (*given, None, None, None, None, 0, 0, "auto", products.workspace.handle)
+    arguments = (*given, None, "auto", products.workspace.handle)
     torch.library.opcheck(torch.ops.dlrm_fused.gemm_all_to_all.default, arguments)
 
 
@@ -253,7 +218,6 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "equal blocks in bf16" if ON_GPU else "equal blocks in fp16": partial(equal_blocks, dtype=HALF),
     "equal blocks in fp32": partial(equal_blocks, dtype=FP32),
     "fp8 weights": fp8_weights,
-    "routed, few rows": partial(routed, dtype=HALF, tile_rows=16),
     "products in pieces": split_products,
     "replays of graphs": replays_of_graphs,
     "gradients": gradients,
@@ -266,7 +230,6 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
 if ON_GPU:
     CHECKS |= {
         "equal blocks in fp16": partial(equal_blocks, dtype=FP16),
-        "routed, many rows": partial(routed, dtype=BF16, tile_rows=128),
         "every tile shape": every_tile_shape,
         "auto measures": measured_once,
         "no wait of the host": no_wait_of_the_host,

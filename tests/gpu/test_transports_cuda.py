@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, Routes, gemm_all_to_all, routed_gemm_all_to_all
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
@@ -115,29 +114,6 @@ def products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
     return multiply
 
 
-def routed_products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
-    """Rows of two experts, each to any slot of any rank."""
-    ranks, tiles = group.world_size, 3
-    workspace = GemmWorkspace(
-        group, name="transports", max_rows=256, max_columns=COLUMNS, dtype=dtype, timeout_seconds=TIMEOUT_SECONDS
-    )
-    rows = 2 * tiles * TILE_ROWS // ranks * ranks
-    bounds = torch.tensor([0, tiles, 2 * tiles], dtype=torch.int32, device=group.device)
-    groups = Groups(TILE_ROWS, bounds, bounds[:2].clone())
-
-    def multiply(number: int) -> Results:
-        normal = _normal(group, dtype, number)
-        # Every rank sends as many rows to each rank, to slots that no other rank has.
-        shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
-        receivers, places = shuffled % ranks, shuffled // ranks * ranks + group.rank
-        destinations = (receivers * rows + places).int().to(group.device)
-        x, weight = normal(2 * tiles * TILE_ROWS, DEPTH), normal(2, COLUMNS, DEPTH)
-        result = routed_gemm_all_to_all(workspace, x.requires_grad_(), weight, Routes(groups, destinations, rows))
-        return Results([result.detach(), *torch.autograd.grad(result, [x], normal(*result.shape))])
-
-    return multiply
-
-
 def sums(group: SymmetricGroup) -> Epoch:
     """GEMV + AllReduce in fp32, in which two ranks' values have one order."""
     workspace = GemvWorkspace(
@@ -193,7 +169,6 @@ OPERATORS: dict[str, Callable[[SymmetricGroup], Epoch]] = {
     ),
     "products": partial(products, dtype=HALF),
     "products in fp32": partial(products, dtype=torch.float32),
-    "routed products": partial(routed_products, dtype=HALF),
     "experts": partial(experts, dtype=HALF),
     "experts in fp32": partial(experts, dtype=torch.float32),
 }

@@ -245,7 +245,7 @@ def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
         weight, scale = weight.to(torch.float8_e4m3fn), torch.zeros(EXPERTS // WORLD, WIDTH)
     gemm.gemm(rows(dtype), weight[0], window(), None if scale is None else scale[0])
     routes = gemm.Routes(groups(), torch.zeros(2 * TILE_ROWS).int(), slots=99)
-    gemm.grouped_gemm(rows(dtype), weight, routes, window(), scale=scale, origins_at=8192)
+    gemm.grouped_gemm(rows(dtype), weight, routes, window())
 
 
 def launch_split_gemm(fp8: bool) -> None:

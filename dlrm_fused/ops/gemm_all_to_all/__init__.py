@@ -1,28 +1,21 @@
 """A matrix product whose rows belong to different ranks, and the All-to-All that takes them there, as one operator.
 
-It has two forms:
-
-* equal blocks, :func:`gemm_all_to_all`: x [M, K] is multiplied by weight [N, K] transposed; the p-th of as many equal blocks
-  of rows as there are ranks goes to rank p, whose result has the blocks of all ranks in their order;
-* routed, :func:`routed_gemm_all_to_all`: rows are in groups with a weight each, such as the experts of a Mixture-of-Experts
-  layer, and every row has a destination: a rank, and a slot of its result.
+:func:`gemm_all_to_all`: x [M, K] is multiplied by weight [N, K] transposed; the p-th of as many equal blocks of rows as there
+are ranks goes to rank p, whose result has the blocks of all ranks in their order. Experts use the same kernel for rows in
+groups with a weight each, and a destination for every row.
 
 How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
 
 * ``kernel``, on GPUs: a persistent GEMM, :mod:`~dlrm_fused.ops.gemm_all_to_all.kernel`, that stores every finished tile
   straight into the memory of its ranks;
-* ``chunks``, on GPUs, for equal blocks: the library's GEMM by chunks, which a copy engine sends,
+* ``chunks``, on GPUs: the library's GEMM by chunks, which a copy engine sends,
   :mod:`~dlrm_fused.ops.gemm_all_to_all.chunks`;
-* ``library``, for equal blocks: the library's GEMM, then torch.distributed's All-to-All;
+* ``library``: the library's GEMM, then torch.distributed's All-to-All;
 * on the CPU: torch's product, stored in the other process's memory.
 """
 
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups as Groups
-from dlrm_fused.ops.gemm_all_to_all.kernel import Routes as Routes
 from dlrm_fused.ops.gemm_all_to_all.op import FP8 as FP8
 from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all as gemm_all_to_all
-from dlrm_fused.ops.gemm_all_to_all.op import routed_gemm_all_to_all as routed_gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.reference import reference as reference
-from dlrm_fused.ops.gemm_all_to_all.reference import routed_reference as routed_reference
 from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of as schedule_of
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace as GemmWorkspace

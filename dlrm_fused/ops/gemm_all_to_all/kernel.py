@@ -224,11 +224,11 @@ def _store_half(
     tl.store(rows_of_out + column[None, :], product.to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
+@triton.jit(do_not_specialize=["slots", "receive_offset", "fingerprint"])
 def gemm_kernel(
-    x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
+    x, weight, epilogue, groups, destinations, slots, block_rows, columns, depth, addresses,
     receive_offset, channel, fingerprint,
-    GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUPED: tl.constexpr, SENDS: tl.constexpr, TRANSPOSED: tl.constexpr,
     SCALED: tl.constexpr, SPLIT_LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
@@ -239,7 +239,6 @@ def gemm_kernel(
         epilogue: :class:`Epilogue`.
         groups: :class:`GroupArgs`, with GROUPED.
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
-        origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the ranks, without GROUPED.
         SPLIT_LEVELS: every tile is computed in 2^SPLIT_LEVELS pieces of K, each by a program of its own; 0 with GROUPED.
     """
@@ -289,9 +288,6 @@ def gemm_kernel(
                 destination = tl.maximum(destination, 0)
                 slot = (destination % slots).to(tl.int64)
                 blocks = tl.load(addresses + destination // slots) + announced_offset(channel, destination // slots)
-                if TELLS_ORIGIN:
-                    origins = (blocks + origins_at).to(tl.pointer_type(tl.int32)) + slot
-                    tl.store(origins, first_origin + row, mask=row_is_in & (column_tile == 0))
             else:
                 row_is_in = (row < (peer + 1) * block_rows) & may_store
                 slot = (row - peer * block_rows + channel.rank * block_rows).to(tl.int64)
@@ -327,8 +323,6 @@ class _Rows(NamedTuple):
     groups: GroupArgs
     destinations: Tensor
     slots: int
-    origins_at: int
-    first_origin: int
     block_rows: int
 
 
@@ -339,9 +333,6 @@ def grouped_gemm(
     out: Tensor | ReceiveWindow,
     *,
     weight_is_transposed: bool = False,
-    scale: Tensor | None = None,
-    origins_at: int | None = None,
-    first_origin: int = 0,
 ) -> None:
     """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; or each row is stored at its destination.
 
@@ -351,17 +342,14 @@ def grouped_gemm(
         rows: those of each group; with destinations for a window.
         out: [R, N], contiguous, where rows of no group are left as they are; or the window in which the ranks receive
             [slots, N], in one epoch: collective.
-        scale: fp32 [G, N], of the output features of a weight in float8_e4m3fn.
-        origins_at: byte of the blocks from where an int32 for each slot says what came there: first_origin + row of x.
     """
     groups, destinations, slots = (rows.groups, rows.destinations, rows.slots) if isinstance(rows, Routes) else (rows, x, 1)
     columns, element_size = weight.shape[2 if weight_is_transposed else 1], x.element_size()
     tiles = fitted(tiles_of_groups(columns, element_size, groups.tile_rows), element_size, gpu_of(x.device).shared_memory)
     row_tiles = len(x) // tiles.rows
     _launch(
-        x, weight, out, scale, tiles, row_tiles,
-        _Rows(groups.args(row_tiles), destinations, slots, origins_at or 0, first_origin, len(x)),
-        GROUPED=True, TELLS_ORIGIN=origins_at is not None, TRANSPOSED=weight_is_transposed,
+        x, weight, out, None, tiles, row_tiles, _Rows(groups.args(row_tiles), destinations, slots, len(x)),
+        GROUPED=True, TRANSPOSED=weight_is_transposed,
     )  # fmt: skip
 
 
@@ -389,8 +377,8 @@ def gemm(
     row_tiles = ranks * triton.cdiv(rows // ranks, tiles.rows)
     _launch(
         x, weight[None], out, scale, tiles, row_tiles,
-        _Rows(GroupArgs(x, x, row_tiles, 1), x, 1, 0, 0, rows // ranks), arrivals,
-        GROUPED=False, TELLS_ORIGIN=False, TRANSPOSED=False,
+        _Rows(GroupArgs(x, x, row_tiles, 1), x, 1, rows // ranks), arrivals,
+        GROUPED=False, TRANSPOSED=False,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,17 +12,15 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
-from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, gemm, grouped_gemm
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, OWN, SCHEDULES, by_rule
-from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
 from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
 from dlrm_fused.symmetric import abort_peers_on_error, name_lost_peer
 from dlrm_fused.symmetric.device import uses_kernels
-from dlrm_fused.symmetric.hosts import Hosts
 
 FP8 = torch.float8_e4m3fn
 
@@ -51,64 +49,32 @@ def gemm_all_to_all(
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, None, None, None, 0, 0, schedule, workspace.handle)[0]
-
-
-def routed_gemm_all_to_all(
-    workspace: GemmWorkspace, x: Tensor, weight: Tensor, routes: Routes, scale: Tensor | None = None
-) -> Tensor:
-    """Every row of x times the weight of its group, transposed, in the slot of its destination. Collective; differentiable.
-
-    The backward pass is collective too.
-
-    Args:
-        x: [R, K] as in :func:`gemm_all_to_all`; R may differ between ranks, and is a multiple of ``tile_rows``. Rows without
-            a destination may hold anything finite.
-        weight: [G, N, K], contiguous; G may differ between ranks.
-        scale: fp32 [G, N].
-
-    Returns:
-        [slots, N] in the workspace's dtype; slots that are no row's destination are not initialized.
-
-    Raises:
-        UsageError, CommunicationError: as :func:`gemm_all_to_all`.
-    """
-    groups = routes.groups
-    route = groups.bounds, groups.local_from, routes.destinations, groups.tile_rows, routes.slots
-    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, *route, "auto", workspace.handle)[0]
+    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, schedule, workspace.handle)
 
 
 torch.library.define(
-    "dlrm_fused::gemm_all_to_all",
-    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? destinations, int tile_rows, "
-    "int slots, str schedule, int handle) -> (Tensor, Tensor)",
+    "dlrm_fused::gemm_all_to_all", "(Tensor x, Tensor weight, Tensor? scale, str schedule, int handle) -> Tensor"
 )
 torch.library.define(
     "dlrm_fused::gemm_all_to_all_backward",
-    "(Tensor gradient, Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? destinations, "
-    "Tensor origins, int tile_rows, int handle) -> (Tensor, Tensor)",
+    "(Tensor gradient, Tensor x, Tensor weight, Tensor? scale, int handle) -> (Tensor, Tensor)",
 )
 
 
 @torch.library.impl("dlrm_fused::gemm_all_to_all", ["cpu", "cuda"])
-def _forward(x: Tensor, weight: Tensor, scale: Tensor | None, *route_schedule_handle: Any) -> tuple[Tensor, Tensor]:
-    """The result, and for routed rows int32 [slots]: where each came from, :meth:`GemmWorkspace.origins_of`."""
-    *route, schedule, handle = route_schedule_handle
-    bounds, local_from, destinations, tile_rows, slots = route
+def _forward(x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str, handle: int) -> Tensor:
     workspace = GemmWorkspace.of(handle)
     workspace.begin_call()
-    if destinations is None:
-        with abort_peers_on_error(workspace.channel):
-            _check_equal_blocks(workspace, x, weight, scale, schedule)
-        return _send_equal_blocks(workspace, x, weight, scale, schedule), x.new_empty(0, dtype=torch.int32)
-    routes = Routes(Groups(tile_rows, bounds, local_from), destinations, slots)
     with abort_peers_on_error(workspace.channel):
-        _check_routed(workspace, x, weight, scale, routes)
-    return _send_routed(workspace, x, weight, scale, routes)
+        _check_schedule(workspace, scale, schedule)
+        _check_matrices(workspace, x, weight, scale)
+    if schedule == AUTO:
+        schedule = _choose_schedule(workspace, x, weight, scale)
+    return _send_by(schedule, workspace, x, weight, scale)
 
 
-def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> None:
-    name, ranks = workspace.name, workspace.world_size
+def _check_schedule(workspace: GemmWorkspace, scale: Tensor | None, schedule: str) -> None:
+    name = workspace.name
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
     if schedule in (*BY_PIECES, LIBRARY) and scale is not None:
@@ -117,42 +83,20 @@ def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, sca
         )
     if schedule == LIBRARY and not workspace.schedules.has_library:
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks")
-    _check_matrices(workspace, x, weight, 2, scale)
-    if x.shape[0] % ranks or not x.shape[0]:
-        raise UsageError(f"{name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
 
 
-def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> None:
-    groups, destinations, slots, _ = routes
-    _check_matrices(workspace, x, weight, 3, scale)
-    if groups.tile_rows not in (16, 32, 64, 128) or x.shape[0] % groups.tile_rows or not x.shape[0]:
-        raise UsageError(
-            f"{workspace.name}: tile_rows={groups.tile_rows}, x has {x.shape[0]} rows; needed: tiles of 16, 32, 64 or 128 "
-            "rows, and a positive number of whole tiles"
-        )
-    if not 1 <= slots <= workspace.max_rows:
-        raise UsageError(f"{workspace.name}: slots={slots}; allowed: 1 to max_rows={workspace.max_rows} of the workspace")
-    expected = {
-        "bounds": (groups.bounds, weight.shape[0] + 1),
-        "local_from": (groups.local_from, weight.shape[0]),
-        "destinations": (destinations, x.shape[0]),
-    }
-    for key, (tensor, length) in expected.items():
-        check_tensor(workspace, key, tensor, torch.int32, [length])
-
-
-def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_dims: int, scale: Tensor | None) -> None:
-    name, device = workspace.name, workspace.group.device
+def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> None:
+    name, device, ranks = workspace.name, workspace.device, workspace.world_size
     weight_dtype = FP8 if scale is not None else workspace.dtype
     if scale is not None and not has_float8(device):
         raise UsageError(
             f"{name}: scale is given, for a weight in {FP8}, which {device} cannot read: needed is compute capability 8.9 or "
             f"above; give a weight in {workspace.dtype} without scale"
         )
-    for key, tensor, dims, dtype in (("x", x, 2, workspace.dtype), ("weight", weight, weight_dims, weight_dtype)):
-        if tensor.dim() != dims or 0 in tensor.shape[1:] or not tensor.is_contiguous():
+    for key, tensor, dtype in (("x", x, workspace.dtype), ("weight", weight, weight_dtype)):
+        if tensor.dim() != 2 or 0 in tensor.shape[1:] or not tensor.is_contiguous():
             raise UsageError(
-                f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {dims}-D, contiguous"
+                f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 2-D, contiguous"
             )
         if tensor.dtype != dtype or tensor.device != device:
             with_scale = " with" if scale is not None else " without"
@@ -164,7 +108,7 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_
                 f"{name}: rows of {key} have {tensor.shape[-1]} elements of {tensor.element_size()} bytes; "
                 f"needed: a multiple of {ROW_BYTES} bytes"
             )
-    columns, depth = weight.shape[-2:]
+    columns, depth = weight.shape
     if x.shape[1] != depth:
         raise UsageError(f"{name}: x is [rows, {x.shape[1]}], weight [..., N, {depth}]; their K must be equal")
     if columns * workspace.dtype.itemsize % ROW_BYTES:
@@ -174,18 +118,17 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_
             raise UsageError(f"{name}: {key}={value} is above max_{key}={limit} of the workspace; make it with more")
     if scale is not None:
         check_tensor(workspace, "scale", scale, torch.float32, weight.shape[:-1])
+    if x.shape[0] % ranks or not x.shape[0]:
+        raise UsageError(f"{name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
 
 
-def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
-    if schedule == AUTO:
-        if scale is not None or workspace.group.hosts.are_many:
-            schedule = KERNEL
-        else:
-            shape, known = (x.shape[0], weight.shape[0], weight.shape[1]), workspace.schedules
-            names = [*OWN, *[LIBRARY] * known.has_library]
-            rule = by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
-            schedule = known.choose(shape, names, lambda name: _send_by(name, workspace, x, weight, None), rule)
-    return _send_by(schedule, workspace, x, weight, scale)
+def _choose_schedule(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> str:
+    if scale is not None or workspace.group.hosts.are_many:
+        return KERNEL
+    shape, known = (x.shape[0], weight.shape[0], weight.shape[1]), workspace.schedules
+    names = [*OWN, *[LIBRARY] * known.has_library]
+    rule = by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
+    return known.choose(shape, names, lambda name: _send_by(name, workspace, x, weight, None), rule)
 
 
 def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -215,41 +158,6 @@ def _send_by_library(workspace: GemmWorkspace, x: Tensor, weight: Tensor, finger
     with name_lost_peer():  # lost between the epoch and here
         dist.all_to_all_single(result, product, group=workspace.group.process_group)
     return result
-
-
-def _send_routed(
-    workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes
-) -> tuple[Tensor, Tensor]:
-    columns, slots, blocks = weight.shape[1], routes.slots, workspace.results
-    block = blocks.receive((workspace.result_bytes,), torch.uint8)
-    workspace.origins_of(block, slots).fill_(-1)
-    window = workspace.window(blocks, block, slots, columns)
-    hosts, origins_at = workspace.group.hosts, workspace.origins_at
-    if uses_kernels(workspace.device) and not hosts.are_many:
-        first = workspace.rank * workspace.max_rows
-        grouped_gemm(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first)
-    else:
-        scatter_rows(
-            _grouped_product(x, weight, scale, routes.groups),
-            _numbers_in_slices(routes.destinations, slots, hosts),
-            window,
-            rows_per_rank=slots,
-            destinations_at=origins_at,
-            destinations_per_rank=workspace.max_rows,
-            received=_slots_from_hosts(workspace, routes.destinations, slots) if hosts.are_many else None,
-        )
-    held = blocks.to_hold(block)
-    return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
-
-
-def _grouped_product(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Groups) -> Tensor:
-    product = x.new_zeros(x.shape[0], weight.shape[1])
-    if uses_kernels(x.device):
-        grouped_gemm(x, weight, groups, product, scale=scale)
-        return product
-    for group, own in enumerate(groups.slices()):
-        product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
-    return product
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None) -> Tensor:
@@ -283,117 +191,86 @@ def _multiply_and_exchange(
         exchange.complete()
 
 
-def _scatter_equal_blocks(workspace: GemmWorkspace, matrix: Tensor, window: ReceiveWindow) -> None:
-    """Row block s of the matrix goes to rank s."""
-    rows, hosts = len(matrix), workspace.group.hosts
-    numbers = torch.arange(rows, device=matrix.device).chunk(workspace.world_size)
-    scatter_rows(
-        matrix,
-        _numbers_in_slices(_destinations(workspace, rows), rows, hosts),
-        window,
-        rows_per_rank=rows,
-        received={rank: numbers[rank] for rank in hosts.remote},
-    )
+def _destinations(
+    workspace: GemmWorkspace, rows: int, receivers: Sequence[int] | None = None, *, in_slices: bool = False
+) -> Tensor:
+    """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs; -1 for who is no receiver.
 
-
-def _numbers_in_slices(destinations: Tensor, rows_per_rank: int, hosts: Hosts) -> Tensor:
-    """Destinations, where rows for other hosts have their number in the slice: in the order in which they are given."""
-    if not hosts.are_many:
-        return destinations
-    numbered = destinations.clone()
-    for rank in hosts.remote:
-        sent = torch.nonzero(destinations // rows_per_rank == rank).flatten()
-        numbered[sent] = rank * rows_per_rank + torch.arange(len(sent), dtype=torch.int32, device=sent.device)
-    return numbered
-
-
-def _slots_from_hosts(workspace: GemmWorkspace, destinations: Tensor, slots: int) -> dict[int, Tensor]:
-    """Return, by rank of another host, the slots of this rank to which it sends rows. Collective; waits for the device."""
-    hosts, channel = workspace.group.hosts, workspace.channel
-    sent = {rank: destinations[destinations // slots == rank] % slots for rank in hosts.remote}
-
-    def exchange(own: Mapping[int, Tensor], sizes: Mapping[int, int], what: str) -> dict[int, Tensor]:
-        received = {rank: destinations.new_empty(sizes[rank]) for rank in hosts.remote}
-        channel.exchange(own, received, fingerprint=fingerprint_of(slots, what)).complete()
-        return received
-
-    sizes = exchange(
-        {rank: destinations.new_tensor([len(own)]) for rank, own in sent.items()}, dict.fromkeys(hosts.remote, 1), "sizes"
-    )
-    received = exchange(sent, {rank: int(size) for rank, size in sizes.items()}, "slots")
-    return {rank: own.long() for rank, own in received.items()}
-
-
-def _destinations(workspace: GemmWorkspace, rows: int, receivers: Sequence[int] | None = None) -> Tensor:
-    """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs; -1 for who is no receiver."""
+    Args:
+        in_slices: whether those of another host's rank have their number in its slice, in place of the row.
+    """
     ranks, rank, device = workspace.world_size, workspace.rank, workspace.device
     first, end = rank * (rows // ranks), (rank + 1) * (rows // ranks)
     first_of_rank = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=device)
     destinations = first_of_rank[:, None] + torch.arange(first, end, dtype=torch.int32, device=device)
     for other in set(range(ranks)) - set(range(ranks) if receivers is None else receivers):
         destinations[other] = -1
+    for other in workspace.group.hosts.remote if in_slices else ():
+        destinations[other] -= first
     return destinations.flatten()
 
 
 @torch.library.register_fake("dlrm_fused::gemm_all_to_all")
-def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, destinations, _, slots, _, _ = others
-    rows, origins = (len(x), 0) if destinations is None else (slots, slots)
-    return x.new_empty(rows, weight.shape[-2]), x.new_empty(origins, dtype=torch.int32)
+def _fake_forward(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(len(x), len(weight))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.tile_rows, _, _, ctx.handle = inputs
-    ctx.save_for_backward(*tensors, output[1])
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, _, ctx.handle = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     backward = torch.ops.dlrm_fused.gemm_all_to_all_backward
-    x_gradient, weight_gradient = backward(gradient, *ctx.saved_tensors, ctx.tile_rows, ctx.handle)
-    return (x_gradient, None if ctx.saved_tensors[1].dtype == FP8 else weight_gradient, *[None] * 8)
+    x_gradient, weight_gradient = backward(gradient, *ctx.saved_tensors, ctx.handle)
+    return (x_gradient, None if ctx.saved_tensors[1].dtype == FP8 else weight_gradient, None, None, None)
 
 
 torch.library.register_autograd("dlrm_fused::gemm_all_to_all", _differentiate, setup_context=_save_for_backward)
 
 
 @torch.library.impl("dlrm_fused::gemm_all_to_all_backward", ["cpu", "cuda"])
-def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, *route: Any) -> tuple[Tensor, Tensor]:
-    """The gradients of x, and of the weight unless it is float8."""
-    bounds, local_from, destinations, origins, tile_rows, handle = route
-    workspace = GemmWorkspace.of(handle)
-    workspace.begin_call()
-    gradient, with_weight = gradient.contiguous(), scale is None
-    factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
-    if destinations is None:
-        return _fetch_equal_blocks(workspace, gradient, x, factors, with_weight)
-    groups = Groups(tile_rows, bounds, local_from)
-    return _fetch_routed(workspace, gradient, x, factors, groups, destinations, origins, with_weight)
+def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+    """The gradients of x, and of the weight unless it is float8.
 
-
-def _fetch_equal_blocks(
-    workspace: GemmWorkspace, gradient: Tensor, x: Tensor, weight: Tensor, with_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """While the gradients of one rank's rows come from there, those of the rank before are multiplied, this rank's own first.
-
+    While the gradients of one rank's rows come from there, those of the rank before are multiplied, this rank's own first.
     Every rank sends to the next one, then to the one after it, and so on: an epoch each. Between hosts all go at once.
     """
-    if workspace.group.hosts.are_many:
-        blocks = workspace.results
-        window = workspace.window(blocks, blocks.spare, *gradient.shape, "backward")
-        _scatter_equal_blocks(workspace, gradient, window)
-        fetched = workspace.rows_of(blocks.spare, *gradient.shape)
-        x_gradient = torch.empty_like(x)
-        for part, own in zip(fetched.chunk(workspace.world_size), x_gradient.chunk(workspace.world_size), strict=True):
-            torch.mm(part, weight, out=own)  # the same products as within a host, and so the same bits
-        return x_gradient, fetched.T @ x if with_weight else x.new_empty(0)
-    group, ranks, rank = workspace.group, workspace.group.world_size, workspace.group.rank
-    rows, columns = gradient.shape
+    workspace = GemmWorkspace.of(handle)
+    workspace.begin_call()
+    gradient = gradient.contiguous()
+    factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
+    fetch = _fetch_between_hosts if workspace.group.hosts.are_many else _fetch_in_host
+    x_gradient, fetched = fetch(workspace, gradient, factors, torch.empty_like(x))
+    return x_gradient, fetched.T @ x if scale is None else x.new_empty(0)
+
+
+def _fetch_between_hosts(
+    workspace: GemmWorkspace, gradient: Tensor, weight: Tensor, x_gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fill x's gradient; return it and the gradient of this rank's product."""
+    blocks, hosts, rows = workspace.results, workspace.group.hosts, len(gradient)
+    numbers = torch.arange(rows, device=gradient.device).chunk(workspace.world_size)
+    scatter_rows(
+        gradient,
+        _destinations(workspace, rows, in_slices=True),
+        workspace.window(blocks, blocks.spare, *gradient.shape, "backward"),
+        rows_per_rank=rows,
+        received={rank: numbers[rank] for rank in hosts.remote},
+    )
+    fetched = workspace.rows_of(blocks.spare, *gradient.shape)
+    for part, own in zip(fetched.chunk(workspace.world_size), x_gradient.chunk(workspace.world_size), strict=True):
+        torch.mm(part, weight, out=own)  # the same products as within a host, and so the same bits
+    return x_gradient, fetched
+
+
+def _fetch_in_host(workspace: GemmWorkspace, gradient: Tensor, weight: Tensor, x_gradient: Tensor) -> tuple[Tensor, Tensor]:
+    ranks, rank, (rows, columns) = workspace.world_size, workspace.rank, gradient.shape
     beside = workspace.streams.beside
-    main = torch.cuda.current_stream(group.device) if beside else None
+    main = torch.cuda.current_stream(workspace.device) if beside else None
     received = workspace.rows_of(workspace.results.spare, rows, columns)
     received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
     destinations = _destinations(workspace, rows).chunk(ranks)
-    x_gradient = torch.empty_like(x)
     gradient_of = x_gradient.chunk(ranks)
     if beside and main:
         beside.wait_stream(main)
@@ -411,42 +288,7 @@ def _fetch_equal_blocks(
             main.wait_event(arrival)
         source = (rank - shift) % ranks
         torch.mm(received_from[source], weight, out=gradient_of[source])
-    return x_gradient, received.T @ x if with_weight else x.new_empty(0)
-
-
-def _fetch_routed(
-    workspace: GemmWorkspace,
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    groups: Groups,
-    destinations: Tensor,
-    origins: Tensor,
-    with_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    columns, blocks, hosts = gradient.shape[1], workspace.results, workspace.group.hosts
-    window = workspace.window(blocks, blocks.spare, columns, "routed backward")
-    scatter_rows(
-        gradient,
-        origins,
-        window,
-        rows_per_rank=workspace.max_rows,
-        received=rows_of_slices(_numbers_in_slices(destinations, len(origins), hosts), len(origins), hosts),
-    )
-    received = workspace.rows_of(blocks.spare, x.shape[0], columns)
-    received.masked_fill_((destinations < 0)[:, None], 0)
-    x_gradient = torch.zeros_like(x)
-    weight_gradient = torch.zeros_like(weight) if with_weight else x.new_empty(0)
-    if uses_kernels(workspace.group.device):
-        grouped_gemm(received, weight, groups, x_gradient, weight_is_transposed=True)
-        if with_weight:
-            grouped_weight_gradient(received, x, groups, weight_gradient)
-        return x_gradient, weight_gradient
-    for group, own in enumerate(groups.slices()):
-        x_gradient[own] = received[own] @ weight[group]
-        if with_weight:
-            weight_gradient[group] = received[own].T @ x[own]
-    return x_gradient, weight_gradient
+    return x_gradient, received
 
 
 @torch.library.register_fake("dlrm_fused::gemm_all_to_all_backward")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
@@ -23,9 +22,7 @@ class GemmWorkspace(MatrixWorkspace):
     """
 
     def _allocate(self) -> None:
-        # A result, and for each row of it where it came from.
-        self.origins_at = -(-self.max_rows * self.max_columns * self.dtype.itemsize // ROW_BYTES) * ROW_BYTES
-        self.result_bytes = self.origins_at + 4 * self.max_rows
+        self.result_bytes = self.max_rows * self.max_columns * self.dtype.itemsize
         self.results = BlockPool.with_spare(self.group, f"{self.name}.results", self.result_bytes, _HELD_RESULTS)
         self.pieces = PieceFlags(self.channel, f"{self.name}.pieces", MOST_PIECES, has_own_channel=False)
         self.arrivals = Arrivals(self.device)
@@ -34,7 +31,3 @@ class GemmWorkspace(MatrixWorkspace):
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""
         return block[: rows * columns * self.dtype.itemsize].view(self.dtype).view(rows, columns)
-
-    def origins_of(self, block: Tensor, rows: int) -> Tensor:
-        """int32 [rows]: where the rows of a result came from, rank * max_rows + row of x; -1 for nowhere."""
-        return block[self.origins_at : self.origins_at + 4 * rows].view(torch.int32)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.interpreted
 
 EQUAL, NARROW, CHUNKS = Case(72, 40, rows=24), Case(8, 24, rows=12), Case(72, 40, rows=24, schedule="chunks")
 LIBRARY = Case(72, 40, rows=24, schedule="library")
-ROUTED, WIDE = Case(40, 24), Case(80, 48)
+SMALL, WIDE = Case(40, 24, rows=48), Case(80, 48, rows=48)
 
 
 def groups_of(tiles: list[int], remote: list[int]) -> Groups:
@@ -82,21 +82,21 @@ def split_in_four() -> None:
 
 
 def test_results_of_pieces() -> None:
-    check([EQUAL, ROUTED, NARROW], ranks=2, calls=6, with_gradients=True, mutate=split_in_four)
+    check([EQUAL, SMALL, NARROW], ranks=2, calls=6, with_gradients=True, mutate=split_in_four)
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(1, 6), (2, 20), (3, 10), (4, 10), pytest.param(2, 100, marks=pytest.mark.slow)])
 def test_results_with_a_straggler(ranks: int, calls: int) -> None:
-    check([EQUAL, ROUTED, NARROW, CHUNKS, LIBRARY, WIDE], ranks, calls)
+    check([EQUAL, SMALL, NARROW, CHUNKS, LIBRARY, WIDE], ranks, calls)
 
 
 def test_gradients() -> None:
-    check([EQUAL, ROUTED, CHUNKS, LIBRARY, WIDE], ranks=2, calls=10, with_gradients=True)
+    check([EQUAL, SMALL, CHUNKS, LIBRARY, WIDE], ranks=2, calls=10, with_gradients=True)
 
 
 def test_sixteen_and_eight_bits() -> None:
     # The interpreter has no product of bf16.
-    cases = [EQUAL, ROUTED, Case(40, 32, rows=12, fp8=True), Case(40, 16, fp8=True)]
+    cases = [EQUAL, SMALL, Case(40, 32, rows=12, fp8=True), Case(40, 16, rows=24, fp8=True)]
     check(cases, ranks=2, calls=8, dtype=torch.float16, with_gradients=True)
 
 
@@ -124,4 +124,4 @@ def do_not_wait_for_arrivals() -> None:
 @pytest.mark.parametrize("mutate", [store_before_peers_are_ready, do_not_wait_for_arrivals])
 def test_mutants_of_the_kernel_are_noticed(mutate: Callable[[], None]) -> None:
     with pytest.raises((AssertionError, RankFailed)):
-        check([EQUAL, ROUTED], ranks=2, calls=10, delay_seconds=0.5, mutate=mutate)
+        check([EQUAL, SMALL], ranks=2, calls=10, delay_seconds=0.5, mutate=mutate)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, gemm_all_to_all, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.ops.workspace_wrong_use import (
     CALL_AFTER_AN_ERROR,
@@ -20,7 +19,6 @@ from tests.ops.workspace_wrong_use import (
     WorkspaceScene,
     by_schedule,
     calls_that_differ,
-    changed,
     dropped,
     given,
     settings_that_differ,
@@ -30,11 +28,10 @@ from tests.ops.wrong_use import SECOND, WrongUse
 
 ROWS, DEPTH, COLUMNS = 4, 16, 12
 MAX_ROWS, MAX_COLUMNS = 32, 16
-TILE_ROWS, GROUPS = 16, 2
 
 
-class BlocksAndRoutes(WorkspaceScene):
-    """Equal blocks, and rows of two groups that all stay where they are, over a workspace that is in use."""
+class Blocks(WorkspaceScene):
+    """Equal blocks over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +39,6 @@ class BlocksAndRoutes(WorkspaceScene):
         shapes = {"x": (ROWS, DEPTH), "weight": (COLUMNS, DEPTH)}
         self.inputs = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
         self.gradient = torch.randn(ROWS, COLUMNS, generator=generator)
-        rows = GROUPS * TILE_ROWS
-        self.routed = {
-            "x": torch.randn(rows, DEPTH, generator=generator),
-            "weight": torch.randn(GROUPS, COLUMNS, DEPTH, generator=generator),
-            "bounds": torch.arange(GROUPS + 1, dtype=torch.int32),
-            "local_from": torch.arange(GROUPS, dtype=torch.int32),
-            "destinations": torch.arange(self.rank * rows, (self.rank + 1) * rows, dtype=torch.int32),
-        }
         self.hold_results()
 
     def create(self, group: SymmetricGroup, **settings: Any) -> GemmWorkspace:
@@ -57,18 +46,10 @@ class BlocksAndRoutes(WorkspaceScene):
         return GemmWorkspace(group, **{**usual, **settings})
 
     def tables(self) -> Sequence[Tensor]:
-        return [*self.inputs.values(), *self.routed.values()]
+        return [*self.inputs.values()]
 
     def results(self, workspace: GemmWorkspace, **changes: Any) -> list[Tensor]:
-        """Equal blocks, which changes concern, and routed rows."""
-        return [gemm_all_to_all(workspace, **{**self.inputs, **changes}), self.route(workspace)]
-
-    def route(
-        self, workspace: GemmWorkspace, tile_rows: int = TILE_ROWS, slots: int = GROUPS * TILE_ROWS, **changes: Tensor
-    ) -> Tensor:
-        given = {**self.routed, **changes}
-        groups = Groups(tile_rows, given["bounds"], given["local_from"])
-        return routed_gemm_all_to_all(workspace, given["x"], given["weight"], Routes(groups, given["destinations"], slots))
+        return [gemm_all_to_all(workspace, **{**self.inputs, **changes})]
 
     def difference(self) -> float:
         seen = []
@@ -77,14 +58,7 @@ class BlocksAndRoutes(WorkspaceScene):
             result = gemm_all_to_all(self.correct, x, weight) if is_fused else reference(self.group.process_group, x, weight)
             (result * self.gradient).sum().backward()
             seen.append([result.detach(), x.grad, weight.grad])
-        routed = torch.einsum("grk,gnk->grn", self.routed["x"].view(GROUPS, TILE_ROWS, DEPTH), self.routed["weight"])
-        pairs = [*zip(*seen, strict=True), (self.route(self.correct), routed.flatten(0, 1))]
-        return max(float((our - plain).abs().max()) for our, plain in pairs)
-
-
-def routed(**changes: Callable[[Tensor], Tensor]) -> Attempt:
-    """Give other tensors for routed rows."""
-    return lambda scene, is_wrong: scene.route(scene.workspace, **(changed(scene.routed, changes) if is_wrong else {}))
+        return max(float((our - plain).abs().max()) for our, plain in zip(*seen, strict=True))
 
 
 def ones(columns: int, **settings: str) -> Attempt:
@@ -95,7 +69,7 @@ def ones(columns: int, **settings: str) -> Attempt:
 
 
 def eight_bits_by(schedule: str) -> Attempt:
-    def call(scene: BlocksAndRoutes, is_wrong: bool) -> None:
+    def call(scene: Blocks, is_wrong: bool) -> None:
         eight_bits = {"weight": scene.inputs["weight"].to(FP8), "scale": torch.ones(COLUMNS), "schedule": schedule}
         scene.results(scene.workspace, **(eight_bits if is_wrong else {}))
 
@@ -123,21 +97,9 @@ USES = [
     WrongUse("M above `max_rows`", given(x=lambda x: x.repeat(9, 1)), "rows=36 is above max_rows=32", SECOND),
     WrongUse("N above `max_columns`", ones(MAX_COLUMNS + 4), "columns=20 is above max_columns=16", SECOND),
     calls_that_differ("M that differs between ranks", given(x=lambda x: x.repeat(2, 1))),
-    WrongUse("rows that fill no whole tiles", routed(x=lambda x: x[:20]), "positive number of whole tiles", SECOND),
-    WrongUse("destinations in int64", routed(destinations=Tensor.long), "destinations is torch.int64", SECOND),
-    WrongUse("bounds without an end", routed(bounds=lambda bounds: bounds[:-1]), "bounds has shape [2]", SECOND),
-    WrongUse("one weight for all groups", routed(weight=lambda weight: weight[0]), "needed: 3-D", SECOND),
-    WrongUse(
-        "`slots` above `max_rows`",
-        lambda scene, wrong: scene.route(scene.workspace, slots=33 if wrong else 32),
-        "slots=33; allowed: 1 to max_rows=32",
-        SECOND,
-    ),
     dropped(
         "GemmWorkspace",
-        lambda scene, handle: torch.ops.dlrm_fused.gemm_all_to_all(
-            *scene.inputs.values(), None, None, None, None, 0, 0, "auto", handle
-        ),
+        lambda scene, handle: torch.ops.dlrm_fused.gemm_all_to_all(*scene.inputs.values(), None, "auto", handle),
     ),
     LATE_CALL,
     CALL_AFTER_AN_ERROR,
