@@ -286,6 +286,6 @@ def test_sorting_and_updating_do_not_wait_for_the_device(optimizer: str) -> None
     update(lookup)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        update(lookup, tables_range=(0, 1))
+        update(lookup)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -122,16 +122,9 @@ class BiasCorrection:
         divisors: fp32 [2] beside the weights: 1 - beta ** steps for both betas.
     """
 
-    def __init__(self, adam: Adam, tables: int) -> None:
+    def __init__(self, adam: Adam) -> None:
         self.betas = torch.tensor([adam.beta1, adam.beta2], dtype=torch.float32).tolist()
         self.divisors = torch.empty(2, dtype=torch.float32, device=adam.steps.device)
-        self._tables, self._named = tables, 0
-
-    def begins_step(self, tables: int) -> bool:
-        """Whether a call that updates so many tables is the first of those that together name every table once."""
-        is_first = self._named == 0
-        self._named = (self._named + tables) % self._tables
-        return is_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,5 +282,5 @@ def _copy_to_device(tables: LocalTables) -> DeviceTables:
         is_shared=len(set(feature_tables)) < len(feature_tables),
         blocks={block: dims.copy().pop() if len(dims) == 1 else 0 for block, dims in blocks.items()},
         rate=RateOnDevice(tables.optimizer.learning_rate, tables.weights.device) if tables.optimizer is not None else None,
-        bias_correction=BiasCorrection(tables.optimizer, count) if isinstance(tables.optimizer, Adam) else None,
+        bias_correction=BiasCorrection(tables.optimizer) if isinstance(tables.optimizer, Adam) else None,
     )

@@ -130,7 +130,6 @@ def apply_gradients(
     offsets: Tensor,
     per_sample_weights: Tensor | None = None,
     scale: float = 1.0,
-    tables_range: tuple[int, int] | None = None,
     cancelled: Tensor | None = None,
 ) -> None:
     """Update weights and states of the optimizer in place from the gradients of the pooled embeddings.
@@ -142,23 +141,19 @@ def apply_gradients(
         indices, offsets: as in :func:`sort_lookup`.
         per_sample_weights: fp32 [N], those of the lookup, or None.
         scale: the gradients are multiplied by it.
-        tables_range: (first, last): update the tables ``first <= table < last`` only, reading no gradients but theirs: some can
-            be updated while gradients of others are still on their way. Calls that together name every table once equal
-            one call for all; the first of them counts a step of Adam.
         cancelled: int64 [1] on the device; nothing is updated if it is not 0 then, such as when the gradients have not arrived.
 
     Raises:
         UsageError: inputs of wrong shape, dtype or device, or tables without optimizer.
     """
-    first, last = tables_range if tables_range is not None else (0, len(tables.rows))
     optimizer = _check_update(tables, sorted_lookup, gradients, indices, offsets, per_sample_weights)
-    if not 0 <= first <= last <= len(tables.rows):
-        raise UsageError(f"tables_range is {tables_range}: there are {len(tables.rows)} tables")
     known, device, order, programs = tables.on_device, gradients.device, sorted_lookup, len(sorted_lookup.chunks)
     # A step without any index counts as well.
-    if isinstance(optimizer, Adam) and first < last:
-        _count_step(tables, optimizer, last - first, cancelled)
-    if indices.numel() == 0 or first == last:
+    if isinstance(optimizer, Adam) and tables.rows:
+        correction = known.bias_correction
+        assert correction is not None
+        kernels.step_kernel[(1,)](optimizer.steps, correction.divisors, *correction.betas, cancelled, num_warps=1)
+    if indices.numel() == 0:
         return
     # From torch's own generator: reproducible by its seed, and new numbers in every replay of a CUDA graph.
     seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if tables.rounds_stochastically else None
@@ -167,8 +162,6 @@ def apply_gradients(
     elements = _tile_elements(optimizer)
     # One launch for the tables whose dims have the same next power of two.
     for block in known.blocks:
-        if not any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
-            continue
         partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
         args = kernels.UpdateArgs(
             tables.weights, **_states(tables, optimizer), learning_rate=known.rate.value, seed=seed, keys=order.keys,
@@ -177,21 +170,14 @@ def apply_gradients(
         policy = cache_policy.choose(device, lambda: _streams(tables, order, gradients))
         shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RULE": _RULES[type(optimizer)], "CACHE": policy}
         kernels.update_kernel[(programs,)](
-            args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
+            args, 0, len(tables.rows), gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,
             **shapes, ROWS=_tile_rows(block, device, elements), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
             num_warps=max(4 * block // elements, 1), **register_limit(device, _REGISTERS),
         )  # fmt: skip
         kernels.merge_kernel[(min(programs, _merge_programs(device)),)](
-            args, first, last, order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4
+            args, 0, len(tables.rows), order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4
         )
-
-
-def _count_step(tables: LocalTables, adam: Adam, named: int, cancelled: Tensor | None) -> None:
-    correction = tables.on_device.bias_correction
-    assert correction is not None
-    if correction.begins_step(named):
-        kernels.step_kernel[(1,)](adam.steps, correction.divisors, *correction.betas, cancelled, num_warps=1)
 
 
 def _states(tables: LocalTables, optimizer: Optimizer) -> dict[str, Any]:

@@ -52,10 +52,6 @@ class Schedule:
         if not self.parts or min(self.parts) < 1:
             raise ValueError(f"schedule {self.name}: parts={self.parts}; needed: one part at least, of 1 or more")
 
-    @property
-    def overlaps(self) -> bool:
-        return self.mover is not Mover.library
-
 
 _ALL = (
     Schedule("library", Mover.library),

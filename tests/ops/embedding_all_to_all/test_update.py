@@ -109,17 +109,6 @@ class TestAdam:
             is_changed = (new.view(5, 4) != old).all(1)
             assert is_changed.tolist() == [False, True, False, True, False]
 
-    @pytest.mark.parametrize("ranges", [[(0, 1), (1, 3)], [(1, 3), (0, 1)], [(0, 2), (2, 2), (2, 3)]])
-    def test_a_step_in_parts_counts_once_and_equals_one_call(self, ranges):
-        tables = make_tables(**TABLES["dims_differ"], optimizer="adam", generator=random())
-        for step in range(2):
-            lookup = make_lookup(tables, 6, 4, generator=random(step))
-            weights, states = expected_update(lookup)
-            for part in ranges:
-                update(lookup, tables_range=part)
-            torch.testing.assert_close(tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
-            assert states_of(tables)[-1].item() == states[-1].item() == 4 + step
-
     def test_a_step_without_indices_counts(self):
         tables = make_tables([9, 6], [8, 4], [0, 1], optimizer="adam", generator=random())
         before = tables.weights.clone()
@@ -240,20 +229,6 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     update(Lookup(tables, torch.arange(6), torch.arange(7), None, gradients))
     is_finite = tables.weights.view(6, 4).isfinite().all(1)
     assert is_finite.tolist() == [True, True, False, True, False, True]
-
-
-@pytest.mark.parametrize("split", [1, 2])
-def test_tables_can_be_updated_range_by_range_while_other_gradients_are_missing(split: int) -> None:
-    tables = make_tables(**TABLES["dims_differ"], generator=random())
-    lookup = make_lookup(tables, 6, 4, hot=0.5, generator=random(1))
-    weights, _ = expected_update(lookup)
-    order = sort_lookup(tables, lookup.indices, lookup.offsets)
-    for first, last in ((0, split), (split, 3)):
-        arrived = torch.full_like(lookup.gradients, torch.nan)
-        columns = slice(sum(tables.dims[:first]), sum(tables.dims[:last]))
-        arrived[:, columns] = lookup.gradients[:, columns]
-        apply_gradients(tables, order, arrived, lookup.indices, lookup.offsets, None, 1.0, tables_range=(first, last))
-    torch.testing.assert_close(tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
 
 
 def test_the_learning_rate_may_lie_beside_the_weights_and_is_read_at_every_update() -> None:
