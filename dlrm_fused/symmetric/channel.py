@@ -50,9 +50,6 @@ _EPOCH, _FAULT, _ABORT = (word.value for word in (device.EPOCH, device.FAULT, de
 _KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = (
     word.value for word in (device.KIND, device.WAITING, device.PEER, device.FAULT_EPOCH, device.AWAITED, device.LOST)
 )
-_LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = (
-    kind.value for kind in (device.LIMIT_EXCEEDED, device.ABORTED, device.REFUSED, device.MISMATCH)
-)
 _READY, _ARRIVAL, _TAKEN = device.READY.value, device.ARRIVAL.value, device.TAKEN.value
 _AWAITED_FOR = {_READY: "to be ready to receive", _ARRIVAL: "to send its data", _TAKEN: "to take its data"}
 OFFSET_UNIT, _REFUSED_OFFSET = device.OFFSET_UNIT.value, device.REFUSED_OFFSET.value
@@ -182,16 +179,16 @@ class Channel:
         if lost is not None:
             raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
         ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
-        if kind == _ABORTED and self.group.peer_monitor.refused_peer(self._number) == ended:
-            kind, peer = _REFUSED, ended  # while a kernel waited for a slice
-        if kind == _REFUSED:
+        if kind == Why.is_gone and self.group.peer_monitor.refused_peer(self._number) == ended:
+            kind, peer = Why.has_refused, ended  # while a kernel waited for a slice
+        if kind == Why.has_refused:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
-        if kind == _MISMATCH:
+        if kind == Why.differs:
             raise CommunicationError(
                 f"{where}: {here} and {describe(peer)} differ in shapes or settings; all ranks must make the same calls"
             )
         awaited = _AWAITED_FOR[int(self._control[_AWAITED])]
-        if kind == _ABORTED:
+        if kind == Why.is_gone:
             raise CommunicationError(
                 f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
             )
@@ -270,7 +267,7 @@ class Channel:
             for peer in self.group.hosts.local:
                 self.flags.peer(peer).view(torch.int64)[self.group.rank].copy_(word)
             torch.cuda.synchronize(self.group.device)
-        self._record(_REFUSED, self.group.rank, _READY)
+        self._record(Why.has_refused, self.group.rank, _READY)
 
     def wait_ready(self, peer: int) -> int:
         """Step 2: wait for a rank's announcement; returns its offset in bytes. Host code on the CPU.
@@ -284,9 +281,9 @@ class Channel:
         word = self._wait(peer, epoch << 32, peer, _READY, time.monotonic() + self.timeout_seconds)
         offset = word & 0xFFFFFFFF
         if offset == _REFUSED_OFFSET:
-            self._fail(_REFUSED, peer, _READY)
+            self._fail(Why.has_refused, peer, _READY)
         if int(self._flags[2 * self.group.world_size + peer]) != self._fingerprint:
-            self._fail(_MISMATCH, peer, _READY)
+            self._fail(Why.differs, peer, _READY)
         return offset * OFFSET_UNIT
 
     def signal(self, peer: int) -> None:
@@ -342,7 +339,7 @@ class Channel:
             if self._flags[index] >= value:
                 return _load_acquire(self._word(self.group.rank, index))
             if gone or expired:
-                self._fail(_ABORTED if gone else _LIMIT_EXCEEDED, peer, awaited)
+                self._fail(Why.is_gone if gone else Why.is_late, peer, awaited)
             looks += 1
             if looks < self._yields:
                 os.sched_yield()
@@ -403,13 +400,7 @@ class ChannelExchange:
         return time.monotonic() + self._channel.timeout_seconds
 
     def _fail(self, late: LateRankError, awaited: int) -> NoReturn:
-        kinds = {
-            Why.is_gone: _ABORTED,
-            Why.has_refused: _REFUSED,
-            Why.differs: _MISMATCH,
-            Why.is_late: _LIMIT_EXCEEDED,
-        }
-        self._channel._fail(kinds[late.why], late.rank, awaited)
+        self._channel._fail(late.why, late.rank, awaited)
 
 
 @contextmanager

@@ -11,26 +11,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from enum import Enum, auto
+from enum import IntEnum
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.compat.torch import coalesced, default_store, nccl_backend
+from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
 
 
-class Why(Enum):
-    """Why a rank is waited for in vain."""
+class Why(IntEnum):
+    """Why a rank is waited for in vain: the kinds of faults that kernels report, too."""
 
-    is_gone = auto()  # lost, or has left
-    has_refused = auto()  # to take part, because of an error of its own
-    differs = auto()  # in its calls
-    is_late = auto()
+    is_late = device.LIMIT_EXCEEDED.value
+    is_gone = device.ABORTED.value  # lost, or has left
+    has_refused = device.REFUSED.value  # to take part, because of an error of its own
+    differs = device.MISMATCH.value  # in its calls
 
 
 class LateRankError(Exception):

@@ -239,7 +239,7 @@ _BOUNDED = {
         "tl.store(chunks + 3 * chunk, ": _CHUNKS,
         "tl.store(crossings + 1 + 2 * nth, ": _CHUNKS,
     },
-    "ops/feature_all_to_all/kernel.py": {
+    "ops/feature_all_to_all/exchange.py": {
         "bag = item % blocks * BAGS": _DIMENSION,
         "count, first = tl.load(words + 2 * run)": "runs: a feature of a rank each",
         "fields = routes + item // blocks * _FIELDS": _ITEMS,

@@ -43,7 +43,7 @@ from dlrm_fused.ops.all_gather_gemm.kernel import (
     multiply_arriving,
     push_and_multiply,
 )
-from dlrm_fused.ops.common import devices, early_start, meeting
+from dlrm_fused.ops.common import devices, meeting
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import INTERPRETER
@@ -55,7 +55,7 @@ from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_rank
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, scatter_tiles, spread_slice
-from dlrm_fused.ops.feature_all_to_all.kernel import fetch_kernel, send_kernel
+from dlrm_fused.ops.feature_all_to_all.exchange import fetch_kernel, send_kernel
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
@@ -599,7 +599,7 @@ def fence_kernel():
 
 @triton.jit
 def early_kernel():
-    early_start.wait_for_earlier_kernels()
+    devices.wait_for_earlier_kernels()
 
 
 @pytest.mark.parametrize("kernel", [fence_kernel, early_kernel], ids=["fence", "early start"])

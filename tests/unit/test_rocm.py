@@ -17,7 +17,7 @@ import torch
 from dlrm_fused.doctor.gpus import _has_dmabuf
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.inference.online.scorer import OnlineScorer
-from dlrm_fused.ops.common import early_start
+from dlrm_fused.ops.common import devices
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -53,11 +53,11 @@ def test_no_kernel_of_ours_runs_but_under_the_interpreter() -> None:
 
 
 def test_no_launch_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_start, "multiprocessors", lambda device: 304)
+    monkeypatch.setattr(devices, "multiprocessors", lambda device: 304)
     # Devices of no other test: what is known of one is kept.
-    assert not early_start.starts_early(torch.device("cuda", 11), programs=1)
+    assert not devices.starts_early(torch.device("cuda", 11), programs=1)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert early_start.starts_early(torch.device("cuda", 12), programs=1)
+    assert devices.starts_early(torch.device("cuda", 12), programs=1)
 
 
 def test_no_driver_of_nvidia_is_called() -> None:
@@ -74,5 +74,5 @@ def test_online_scoring_is_refused() -> None:
 def test_what_only_nvidia_has_is_in_files_that_the_tests_above_know_of() -> None:
     """A file that is new here needs a test above; kernels need none, as no workspace of an operator is made."""
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if re.search(OF_NVIDIA, path.read_text())}
-    kernels = {"symmetric/device.py", "ops/common/early_start.py"}
+    kernels = {"symmetric/device.py", "ops/common/devices.py"}
     assert found - kernels == {"doctor/gpus.py"}

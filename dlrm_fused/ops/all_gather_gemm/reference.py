@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def reference(process_group: dist.ProcessGroup | None, x: Tensor, weight: Tensor) -> Tensor:
@@ -17,7 +20,7 @@ def reference(process_group: dist.ProcessGroup | None, x: Tensor, weight: Tensor
         x: [M / ranks, K], this rank's rows.
         weight: [N, K].
     """
-    gathered: Tensor = x if process_group is None else _Gather.apply(x, process_group)
+    gathered: Tensor = x if process_group is None else _Collective.apply(x, process_group, all_gather, reduce_scatter)
     return torch.nn.functional.linear(gathered, weight)
 
 
@@ -29,7 +32,7 @@ def scatter_reference(process_group: dist.ProcessGroup | None, x: Tensor, weight
         weight: [N, K].
     """
     product = torch.nn.functional.linear(x, weight)
-    return product if process_group is None else _Scatter.apply(product, process_group)
+    return product if process_group is None else _Collective.apply(product, process_group, reduce_scatter, all_gather)
 
 
 def all_gather(x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
@@ -46,23 +49,14 @@ def reduce_scatter(x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     return own
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        return all_gather(x, process_group)
+class _Collective(torch.autograd.Function):
+    """A collective of rows, whose gradient takes the other one."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradients[0], ctx.process_group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        return reduce_scatter(x, process_group)
+    def forward(ctx: Any, x: Tensor, process_group: dist.ProcessGroup, collective: Collective, other: Collective) -> Tensor:
+        ctx.process_group, ctx.other = process_group, other
+        return collective(x, process_group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradients[0], ctx.process_group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.other(gradients[0], ctx.process_group), None, None, None

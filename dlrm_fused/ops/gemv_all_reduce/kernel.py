@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import triton
 import triton.language as tl
 
-from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
+from dlrm_fused.ops.common.devices import wait_for_earlier_kernels
 from dlrm_fused.ops.gemv_all_reduce.tuning import TAGGED_SPLIT_ROWS, Blocks, padded
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
@@ -375,7 +375,7 @@ def gemv_all_reduce_kernel(
         split_buffer: :class:`SplitBuffer`.
         BLOCKS: :class:`BlockArgs`.
         TILES: power of two, at least the number of tiles; with a norm only.
-        STARTS_EARLY: launched by programmatic dependent launch: see :mod:`~dlrm_fused.ops.common.early_start`.
+        STARTS_EARLY: by programmatic dependent launch: :func:`~dlrm_fused.ops.common.devices.wait_for_earlier_kernels`.
     """
     ROWS: tl.constexpr = BLOCKS.rows
     COLUMNS: tl.constexpr = BLOCKS.columns

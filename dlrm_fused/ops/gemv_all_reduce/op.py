@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.early_start import launch_options, starts_early
+from dlrm_fused.ops.common.devices import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.chunks import sum_by_chunks, sum_by_scatter
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
