@@ -12,7 +12,7 @@ from tests.ops.embedding_all_to_all.world import Traffic, mixed_world
 from tests.ops.gemm_all_to_all import cases as products
 from tests.ops.gemv_all_reduce import test_op as sums
 from tests.ops.moe import cases as experts
-from tests.ops.test_across_hosts import EQUAL, GATHERED, HOSTS, ROUTED, SCATTERED
+from tests.ops.test_across_hosts import EQUAL, GATHERED, HOSTS, SMALL, SCATTERED
 
 pytestmark = pytest.mark.interpreted
 
@@ -33,7 +33,7 @@ def test_poolings_dims_and_index_dtypes_of_all_kinds(traffic: Traffic, tolerance
 
 
 def test_products_and_their_gradients() -> None:
-    products.check([EQUAL, ROUTED], 4, calls=2, with_gradients=True, hosts=HOSTS[0])
+    products.check([EQUAL, SMALL], 4, calls=2, with_gradients=True, hosts=HOSTS[0])
 
 
 def test_products_of_sharded_rows_and_their_gradients() -> None:
