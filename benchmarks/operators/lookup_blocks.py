@@ -6,6 +6,7 @@ Indices are uniform over tables much larger than the L2 cache.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,21 +48,16 @@ def refined(fastest: Sequence[Blocks]) -> list[Blocks]:
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The fastest of each shape as source of ops/embedding_all_to_all/tuning.py, with programs of a multiprocessor."""
-    found: dict[tuple[str, int], dict[int, list[str]]] = {}
+    """The fastest of each shape as rows of ``lookup_blocks`` in ops/common/recorded, with programs of a multiprocessor."""
+    found: dict[tuple[str, int, int], list[list[int | None]]] = {}
+    sizes = {shape: name for name, shape in TUNED_SIZES.items()}
     for cell in cells:
         bags, rows, warps, programs, split = fastest_blocks(cell)
-        own = "ALL" if programs == ALL else programs // _GPU.multiprocessors
+        own = None if programs == ALL else programs // _GPU.multiprocessors
         element = Cell(*(cell[key] for key in _FIELDS)).torch_dtype.itemsize
-        sizes = {shape: name for name, shape in TUNED_SIZES.items()}
         size = sizes.get((cell["tables"], cell["bags"]), "")
-        by_dim = found.setdefault((size, element), {})
-        by_dim.setdefault(cell["dim"], []).append(f"Blocks({bags}, {rows}, {warps}, {own}, {split})")
-    lines = []
-    for (size, element), by_dim in found.items():
-        rows_of_table = [f"        {dim}: ({' '.join(f'{own},' for own in blocks)})," for dim, blocks in by_dim.items()]
-        lines += [f'    ("{size}", {element}): {{', *rows_of_table, "    },"]
-    return "\n".join(lines)
+        found.setdefault((size, element, cell["dim"]), []).append([bags, rows, warps, own, split])
+    return "\n".join(f"{json.dumps([*kind, blocks])}," for kind, blocks in found.items())
 
 
 _FIELDS = ("tables", "bags", "pooling", "dim", "dtype", "indices")

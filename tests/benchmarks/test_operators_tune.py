@@ -17,8 +17,6 @@ from benchmarks.operators.gemm_tiles import is_of_use, share_of
 from benchmarks.operators.gemv_all_reduce import Cell
 from benchmarks.operators.gemv_blocks import all_blocks
 from benchmarks.operators.tune import TUNABLE, choices_of, tunable_of
-from dlrm_fused.ops.embedding_all_to_all.tuning import ALL
-from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks as LookupBlocks
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from tests.distributed.launch import run_program
@@ -71,8 +69,7 @@ def _rows(printed: str, operator: str) -> list[Any]:
         found: dict[str, Any] = {"Blocks": Blocks}
         exec(printed, found)
         return list(found["_MEASURED"].values())
-    by_size = eval(f"{{{printed}}}", {"Blocks": LookupBlocks, "ALL": ALL})
-    return [blocks for by_dim in by_size.values() for of_dim in by_dim.values() for blocks in of_dim]
+    return [blocks for *_, by_length in json.loads(f"[{printed.strip().rstrip(',')}]") for blocks in by_length]
 
 
 @pytest.mark.parametrize(

@@ -683,7 +683,7 @@ def test_blocks_of_gemv_fit_in_shared_memory(architecture: str, compiled: dict[s
 def test_blocks_of_lookups_fit(architecture: str, compiled: dict[str, Any]) -> None:
     of = ARCHITECTURES[architecture]
     try:
-        for blocks in {one for by_dim in lookup_tuning._MEASURED.values() for of_dim in by_dim.values() for one in of_dim}:
+        for blocks in {one for by_length in lookup_tuning.measured_blocks().values() for one in by_length}:
             lookup_tuning.override(blocks)
             launch_lookup(HALF, row_wise=False)
             for kernel in compiled.values():

@@ -12,7 +12,7 @@ from tests.ops.embedding_all_to_all.world import Traffic, mixed_world
 from tests.ops.gemm_all_to_all import cases as products
 from tests.ops.gemv_all_reduce import test_op as sums
 from tests.ops.moe import cases as experts
-from tests.ops.test_across_hosts import EQUAL, GATHERED, HOSTS, SMALL, SCATTERED
+from tests.ops.test_across_hosts import EQUAL, GATHERED, HOSTS, SCATTERED, SMALL
 
 pytestmark = pytest.mark.interpreted
 

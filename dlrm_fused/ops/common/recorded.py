@@ -17,8 +17,9 @@ import torch
 Shape = tuple[int, int, int]
 
 _FOLDER = Path(__file__).with_name("recorded")
-# The GPU on which tiles of products were measured; they hold for others with as many multiprocessors of its kind.
-TILES_MEASURED_ON = "NVIDIA H200"
+# The GPU on which tiles of products and blocks of lookups were measured. Tiles hold for others with as many multiprocessors of
+# its kind.
+MEASURED_ON = "NVIDIA H200"
 
 
 def recorded_schedules(gpu: str, operator: str, ranks: int, dtype: torch.dtype) -> dict[Shape, str]:
@@ -39,8 +40,13 @@ def recorded_schedules(gpu: str, operator: str, ranks: int, dtype: torch.dtype) 
 @functools.cache
 def recorded_tiles() -> dict[tuple[int, int, int, int], tuple[int, ...]]:
     """Return the fastest tiles of a product, by rows, columns, K and bytes of an element of x: fields of ``Tiles``."""
-    fastest = _record(TILES_MEASURED_ON)["gemm_tiles"]["fastest"]
+    fastest = _record(MEASURED_ON)["gemm_tiles"]["fastest"]
     return {(rows, columns, depth, size): tuple(tiles) for rows, columns, depth, size, tiles in fastest}
+
+
+def recorded_lookup_blocks() -> list[Any]:
+    """Return [size, bytes of an element, block dim, fields of ``Blocks`` by length] of each measured kind of lookup."""
+    return _record(MEASURED_ON)["lookup_blocks"]["fastest"]
 
 
 def _record(gpu: str) -> dict[str, Any]:

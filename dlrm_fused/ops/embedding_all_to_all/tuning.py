@@ -1,15 +1,17 @@
 """The work of one program of the fused lookup, by shape: measured, not derived.
 
-The source is ``python -m benchmarks tune embedding_all_to_all``.
+The record and its source are in :mod:`~dlrm_fused.ops.common.recorded`.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 
 from dlrm_fused.ops.common.gpus import GPUS, INTERPRETER, Gpu
+from dlrm_fused.ops.common.recorded import MEASURED_ON, recorded_lookup_blocks
 
 
 @dataclass(frozen=True)
@@ -62,36 +64,7 @@ _ENOUGH_BYTES = 96 * 1024  # on their way to a multiprocessor
 _LENGTH_LIMITS = (3, 16, 64)
 # Up to so many bags of all features, with so many multiprocessors, the small shape (8 tables x 2048 bags) is the better guide,
 # else the large (16 x 8192).
-_SMALL_BAGS, _MULTIPROCESSORS = 48_000, GPUS["NVIDIA H200"].multiprocessors
-# By size and bytes of an element, then by block dim, for each class of lengths; programs of a multiprocessor instead of all.
-# H200, benchmarks/results/tune_lookup_*.json.
-# For 100 rows of dim 256, two of the shapes that are as fast there are those that are faster with Zipf indices.
-_MEASURED: dict[tuple[str, int], dict[int, tuple[Blocks, ...]]] = {
-    ("large", 2): {
-        32: (Blocks(64, 1, 2, 8, 1), Blocks(8, 2, 1, 32, 1), Blocks(1, 4, 1, 32, 8), Blocks(1, 8, 1, 32, 8)),
-        64: (Blocks(8, 1, 1, 32, 1), Blocks(8, 2, 1, 32, 1), Blocks(4, 8, 1, 32, 1), Blocks(4, 8, 1, 32, 1)),
-        128: (Blocks(4, 1, 1, 32, 1), Blocks(4, 2, 1, 32, 1), Blocks(1, 8, 1, 32, 2), Blocks(2, 8, 1, ALL, 1)),
-        256: (Blocks(2, 1, 1, 32, 1), Blocks(1, 4, 1, 32, 1), Blocks(1, 8, 1, 32, 1), Blocks(4, 8, 4, 16, 1)),
-    },
-    ("large", 4): {
-        32: (Blocks(32, 1, 1, 16, 1), Blocks(4, 8, 1, 32, 1), Blocks(1, 4, 1, 32, 4), Blocks(4, 8, 1, 32, 1)),
-        64: (Blocks(8, 1, 1, 32, 1), Blocks(2, 8, 1, 32, 1), Blocks(1, 8, 1, 32, 2), Blocks(1, 8, 1, 32, 2)),
-        128: (Blocks(4, 1, 1, 32, 1), Blocks(2, 4, 1, 32, 1), Blocks(1, 8, 1, 32, 1), Blocks(4, 8, 4, ALL, 1)),
-        256: (Blocks(4, 1, 2, 16, 1), Blocks(1, 8, 1, 64, 1), Blocks(1, 8, 1, ALL, 1), Blocks(1, 8, 1, ALL, 1)),
-    },
-    ("small", 2): {
-        32: (Blocks(32, 1, 1, 8, 1), Blocks(8, 8, 1, 32, 1), Blocks(8, 8, 1, 32, 1), Blocks(1, 8, 1, 32, 8)),
-        64: (Blocks(32, 1, 1, 8, 1), Blocks(16, 8, 4, 16, 1), Blocks(16, 8, 4, 8, 1), Blocks(16, 8, 4, ALL, 1)),
-        128: (Blocks(16, 1, 1, ALL, 1), Blocks(8, 4, 2, 16, 1), Blocks(1, 8, 1, 32, 2), Blocks(2, 8, 1, 32, 1)),
-        256: (Blocks(8, 1, 2, 8, 1), Blocks(1, 4, 1, 32, 1), Blocks(1, 4, 1, 32, 1), Blocks(2, 2, 1, 32, 1)),
-    },
-    ("small", 4): {
-        32: (Blocks(128, 1, 4, 32, 1), Blocks(16, 8, 4, 64, 1), Blocks(4, 8, 1, ALL, 1), Blocks(4, 8, 1, 64, 1)),
-        64: (Blocks(16, 1, 1, 8, 1), Blocks(8, 4, 2, 32, 1), Blocks(4, 4, 1, ALL, 1), Blocks(2, 8, 1, 32, 1)),
-        128: (Blocks(16, 1, 2, 8, 1), Blocks(2, 4, 1, 32, 1), Blocks(1, 8, 1, 32, 1), Blocks(2, 2, 1, 32, 1)),
-        256: (Blocks(2, 1, 1, 16, 1), Blocks(1, 8, 1, 32, 1), Blocks(1, 8, 1, 64, 1), Blocks(1, 8, 1, ALL, 1)),
-    },
-}
+_SMALL_BAGS, _MULTIPROCESSORS = 48_000, GPUS[MEASURED_ON].multiprocessors
 _INTERPRETED = Blocks(bags=2, rows=2, warps=1, programs=3)
 _override: Blocks | None = None
 
@@ -110,7 +83,7 @@ def choose_blocks(shape: LookupShape, gpu: Gpu) -> Blocks:
         return _INTERPRETED
     size = "small" if shape.bags * _MULTIPROCESSORS <= _SMALL_BAGS * gpu.multiprocessors else "large"
     measured_dim = max(32, min(256, shape.block_dim))
-    blocks = _MEASURED[size, shape.dtype.itemsize][measured_dim][_length_class(shape.mean_length)]
+    blocks = measured_blocks()[size, shape.dtype.itemsize, measured_dim][_length_class(shape.mean_length)]
     # Other dims: as many bytes of a row for each thread.
     narrower, wider = max(1, measured_dim // shape.block_dim), max(1, shape.block_dim // measured_dim)
     blocks = replace(
@@ -122,6 +95,21 @@ def choose_blocks(shape: LookupShape, gpu: Gpu) -> Blocks:
     )
     chosen = _spread(shape, blocks, gpu.multiprocessors)
     return chosen if chosen.can_be_compiled else replace(chosen, bags=max(1, 16 // chosen.split))
+
+
+@functools.cache
+def measured_blocks() -> dict[tuple[str, int, int], tuple[Blocks, ...]]:
+    """Return the fastest blocks by size, bytes of an element and block dim, for each class of lengths.
+
+    Their programs are of a multiprocessor.
+    """
+    return {
+        (size, element, dim): tuple(
+            Blocks(bags, rows, warps, ALL if programs is None else programs, split)
+            for bags, rows, warps, programs, split in of_lengths
+        )
+        for size, element, dim, of_lengths in recorded_lookup_blocks()
+    }
 
 
 def _spread(shape: LookupShape, blocks: Blocks, multiprocessors: int) -> Blocks:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import GPUS, Gpu
-from dlrm_fused.ops.common.recorded import TILES_MEASURED_ON, recorded_tiles
+from dlrm_fused.ops.common.recorded import MEASURED_ON, recorded_tiles
 
 # So large a share of the multiprocessors counts as nearly all of them.
 _NEARLY_ALL = 0.91
@@ -129,7 +129,7 @@ def tiles_of_product(rows: int, columns: int, depth: int, element_size: int, gpu
 
 
 def _is_alike(gpu: Gpu) -> bool:
-    of_measurements = GPUS[TILES_MEASURED_ON]
+    of_measurements = GPUS[MEASURED_ON]
     return (gpu.capability, gpu.multiprocessors) == (of_measurements.capability, of_measurements.multiprocessors)
 
 

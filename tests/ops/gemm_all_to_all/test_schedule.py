@@ -13,7 +13,7 @@ import torch
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
 from dlrm_fused.ops.common.gpus import GPUS, H100
-from dlrm_fused.ops.common.recorded import TILES_MEASURED_ON, recorded_schedules, recorded_tiles
+from dlrm_fused.ops.common.recorded import MEASURED_ON, recorded_schedules, recorded_tiles
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all, tuning
 from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule, schedule_of
@@ -34,7 +34,7 @@ def workspace_on(gpu: str, ranks: int = 4) -> Any:
 
 def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule() -> None:
     shape = (16384, 4096, 1024)
-    workspace = workspace_on(TILES_MEASURED_ON)
+    workspace = workspace_on(MEASURED_ON)
     assert schedule_of(workspace, *shape) == "kernel"
     assert schedule_of(workspace, 4096, 4096, 4096) == "chunks"
     workspace.schedules.measured_here[shape] = "library"
@@ -44,8 +44,8 @@ def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule() -> N
 def test_the_table_holds_for_its_gpu_and_its_ranks() -> None:
     """The rule says otherwise of this shape."""
     shape = (32768, 4096, 4096)
-    assert schedule_of(workspace_on(TILES_MEASURED_ON), *shape) == "kernel"
-    assert schedule_of(workspace_on(TILES_MEASURED_ON, ranks=2), *shape) == "chunks"
+    assert schedule_of(workspace_on(MEASURED_ON), *shape) == "kernel"
+    assert schedule_of(workspace_on(MEASURED_ON, ranks=2), *shape) == "chunks"
     assert schedule_of(workspace_on("another GPU"), *shape) == "chunks"
 
 
