@@ -32,7 +32,7 @@ from dlrm_fused.ops.all_gather_gemm import (
     reference,
     scatter_reference,
 )
-from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair
 
 PAIRS = (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)

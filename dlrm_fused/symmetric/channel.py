@@ -72,12 +72,9 @@ class Channel:
 
     Attributes:
         flags: int64 words: [p] the ready word of rank p, [W + p] its arrival word, [2 W + p] its fingerprint; W ranks.
-        state: int64 [8] on the device: [0] the last completed epoch, [1] programs done in the running launch, [2] 1 after a
-            fault, [3] rank + 1 of a peer that is gone: waits end; the rest is free for kernels.
-        fault: int64 [1], word 2 of ``state``.
-        control: int64 [8] in host memory that the device can write: [0] kind of the first fault (0 none, 1 limit exceeded,
-            2 aborted, 3 refused, 4 mismatch), [1] the waiting rank, [2] the peer waited for, [3] epoch, [4] what was
-            awaited (0 ready, 1 arrival, 2 that it takes data); [7] rank + 1 of a peer that is gone, written by the host.
+        state: int64 [8] on the device: the words EPOCH to ABORT of device.py; the rest is free for kernels.
+        fault: int64 [1], the word FAULT of ``state``.
+        control: int64 [8] in host memory that the device can write: the words KIND to LOST of device.py.
         args: what a kernel is given of the channel, and hands on to the functions of device.py.
     """
 

@@ -27,7 +27,7 @@ from benchmarks.operators.expert_layer import Layer
 from benchmarks.operators.gemm_all_to_all import Product
 from benchmarks.operators.gemv_all_reduce import Cell
 from benchmarks.operators.report import STAGES, figure, summarize, table
-from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.schedules import Pair
 from tests.distributed.launch import run_program, run_ranks

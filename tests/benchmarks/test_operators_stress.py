@@ -25,7 +25,7 @@ from benchmarks.common.harness import open_world
 from benchmarks.operators import killed_rank
 from benchmarks.operators.all_gather_gemm import PAIRS
 from dlrm_fused.models import expert_parallel
-from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.moe import ExpertWorkspace
 from tests.distributed.launch import Ended, run_program
 

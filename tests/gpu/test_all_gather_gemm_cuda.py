@@ -24,7 +24,7 @@ from dlrm_fused.ops.all_gather_gemm import (
     reference,
     scatter_reference,
 )
-from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import (

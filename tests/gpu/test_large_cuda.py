@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, reference
-from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import SymmetricGroup

@@ -12,13 +12,20 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.gather import gather_and_multiply, gather_beside
 from dlrm_fused.ops.all_gather_gemm.scatter import multiply_and_scatter
-from dlrm_fused.ops.all_gather_gemm.schedule import AUTO, NAMES, check_schedule, choose_schedule
 from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES, ShardWorkspace, Started
+from dlrm_fused.ops.common.schedules import AUTO, LIBRARY
 from dlrm_fused.ops.common.workspace import check_tensor
-from dlrm_fused.ops.schedules import Pair, Schedule
+from dlrm_fused.ops.schedules import SCHEDULES, Pair
+from dlrm_fused.ops.schedules.estimate import Size
+from dlrm_fused.ops.schedules.machines import machine_of
+from dlrm_fused.ops.schedules.rule import SPACE, choose
 from dlrm_fused.symmetric import abort_peers_on_error
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
+NAMES = {
+    GATHER: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "arriving", "arriving_4"),
+    SCATTER: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
+}
 
 
 def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, schedule: str = AUTO) -> Tensor:
@@ -84,7 +91,10 @@ def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, sch
     if columns[travelling] > workspace.max_columns:
         size, limit = columns[travelling], workspace.max_columns
         raise UsageError(f"{name}: {travelling}={size} is above max_columns={limit} of the workspace; make it with more")
-    check_schedule(workspace, pair, schedule)
+    if schedule not in (AUTO, *NAMES[pair]):
+        raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join((AUTO, *NAMES[pair]))}")
+    if schedule == LIBRARY and not workspace.schedules[pair].has_library:
+        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; take another one, or auto")
     if not pair.moves_first and len(x) % workspace.world_size:
         raise UsageError(f"{name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
 
@@ -94,12 +104,18 @@ def _started(
 ) -> Started:
     start = gather_and_multiply if pair is GATHER else multiply_and_scatter
 
-    def run(chosen: Schedule) -> Started:
-        return start(workspace, x, weight, chosen, is_transposed=is_transposed)
+    def run(name: str) -> Started:
+        return start(workspace, x, weight, SCHEDULES[name], is_transposed=is_transposed)
 
-    all_rows = len(x) * (workspace.world_size if pair is GATHER else 1)
-    shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
-    return run(choose_schedule(workspace, pair, shape, schedule, run))
+    if schedule == AUTO:
+        all_rows = len(x) * (workspace.world_size if pair is GATHER else 1)
+        shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
+        # The first that is measured notices ranks that make another call; the library's would wait for them.
+        names = [name for name in SPACE[pair] if name != LIBRARY] + [LIBRARY] * workspace.schedules[pair].has_library
+        size = Size(pair, workspace.world_size, *shape, workspace.dtype.itemsize)
+        rule = choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else names[0]
+        schedule = workspace.schedules[pair].choose(shape, names, run, rule=rule)
+    return run(schedule)
 
 
 def _differentiate_gather(

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from dlrm_fused.ops.all_gather_gemm import kernel
-from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair, piece_flags
 from tests.distributed.launch import RankFailed
 from tests.ops.all_gather_gemm.cases import Case, check

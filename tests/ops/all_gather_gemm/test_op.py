@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.all_gather_gemm import all_gather_gemm, reference, scatter_reference
-from dlrm_fused.ops.all_gather_gemm.schedule import AUTO, NAMES
+from dlrm_fused.ops.all_gather_gemm.op import AUTO, NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
