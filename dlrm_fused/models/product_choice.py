@@ -12,7 +12,7 @@ from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.fused_communication import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
-from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES
+from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.

@@ -12,7 +12,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.gather import gather_and_multiply, gather_beside
 from dlrm_fused.ops.all_gather_gemm.scatter import multiply_and_scatter
-from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES, ShardWorkspace, Started
+from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.schedules import AUTO, LIBRARY
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.schedules import SCHEDULES, Pair
@@ -81,21 +81,16 @@ def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, sch
         check_tensor(workspace, key, matrix, workspace.dtype, matrix.shape)
     if x.shape[1] != weight.shape[1]:
         raise UsageError(f"{name}: x is [rows, {x.shape[1]}], weight [N, {weight.shape[1]}]; their K must be equal")
-    columns = {"K": x.shape[1], "N": len(weight)}
-    for key, size in columns.items():
-        if size * workspace.dtype.itemsize % ROW_BYTES:
-            raise UsageError(f"{name}: {key}={size} elements of {workspace.dtype}; needed: a multiple of {ROW_BYTES} bytes")
-    all_rows, travelling = len(x) * (workspace.world_size if pair.moves_first else 1), "K" if pair.moves_first else "N"
-    if all_rows > workspace.max_rows:
-        raise UsageError(f"{name}: M={all_rows} is above max_rows={workspace.max_rows} of the workspace; make it with more")
-    if columns[travelling] > workspace.max_columns:
-        size, limit = columns[travelling], workspace.max_columns
-        raise UsageError(f"{name}: {travelling}={size} is above max_columns={limit} of the workspace; make it with more")
+    workspace.check_row_bytes(K=x.shape[1], N=len(weight))
+    if pair is GATHER:
+        workspace.check_size(("M", len(x) * workspace.world_size), ("K", x.shape[1]))
+    else:
+        workspace.check_size(("M", len(x)), ("N", len(weight)))
     if schedule not in (AUTO, *NAMES[pair]):
         raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join((AUTO, *NAMES[pair]))}")
     if schedule == LIBRARY and not workspace.schedules[pair].has_library:
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; take another one, or auto")
-    if not pair.moves_first and len(x) % workspace.world_size:
+    if pair is SCATTER and len(x) % workspace.world_size:
         raise UsageError(f"{name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
 
 

@@ -19,7 +19,6 @@ from dlrm_fused.symmetric.device import uses_kernels
 
 # Counters of a launch: programs that have begun, and programs that have stored at the peers.
 COUNTERS = 2
-ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 
 
 class Started(NamedTuple):

@@ -20,6 +20,8 @@ from dlrm_fused.symmetric import SymmetricGroup
 # Kernels count the rows of all ranks in 31 bits.
 _MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
 
+ROW_BYTES = 16  # rows of matrices that kernels store at other ranks have a multiple of so many bytes
+
 
 class MatrixWorkspace(Workspace):
     """A workspace for matrices of at most so many rows and columns. Making one is collective; calls may share it.
@@ -74,6 +76,18 @@ class MatrixWorkspace(Workspace):
 
     def _allocate(self) -> None:
         """Allocate what the operator needs besides. Collective."""
+
+    def check_size(self, rows: tuple[str, int], columns: tuple[str, int]) -> None:
+        """Raise UsageError if a call has more rows or columns, each with its name, than there is room for."""
+        for key, (what, size) in {"max_rows": rows, "max_columns": columns}.items():
+            if size > (limit := getattr(self, key)):
+                raise UsageError(f"{self.name}: {what}={size} is above {key}={limit} of the workspace; make it with more")
+
+    def check_row_bytes(self, **elements: int) -> None:
+        """Raise UsageError unless rows of so many elements, each with its name, have a multiple of 16 bytes."""
+        for key, size in elements.items():
+            if size * self.dtype.itemsize % ROW_BYTES:
+                raise UsageError(f"{self.name}: {key}={size} elements of {self.dtype}; needed: a multiple of {ROW_BYTES} bytes")
 
     def meet_beside(self, product: Callable[[], Tensor], fingerprint: int) -> Tensor:
         """Return the library's product, beside which the ranks of a host meet in an epoch of the calls.

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
+from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, OWN, SCHEDULES, by_rule
-from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
+from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
 from dlrm_fused.symmetric import abort_peers_on_error, name_lost_peer
 from dlrm_fused.symmetric.device import uses_kernels
@@ -111,11 +112,8 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: 
     columns, depth = weight.shape
     if x.shape[1] != depth:
         raise UsageError(f"{name}: x is [rows, {x.shape[1]}], weight [..., N, {depth}]; their K must be equal")
-    if columns * workspace.dtype.itemsize % ROW_BYTES:
-        raise UsageError(f"{name}: N={columns} elements of {workspace.dtype}; needed: a multiple of {ROW_BYTES} bytes")
-    for key, value, limit in (("rows", x.shape[0], workspace.max_rows), ("columns", columns, workspace.max_columns)):
-        if value > limit:
-            raise UsageError(f"{name}: {key}={value} is above max_{key}={limit} of the workspace; make it with more")
+    workspace.check_row_bytes(N=columns)
+    workspace.check_size(("rows", x.shape[0]), ("columns", columns))
     if scale is not None:
         check_tensor(workspace, "scale", scale, torch.float32, weight.shape[:-1])
     if x.shape[0] % ranks or not x.shape[0]:

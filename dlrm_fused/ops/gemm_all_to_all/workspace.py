@@ -10,7 +10,6 @@ from dlrm_fused.ops.schedules import MOST_PIECES
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import BlockPool
 
-ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 _HELD_RESULTS = 2
 
 

@@ -144,9 +144,7 @@ def _check_inputs(workspace: GemvWorkspace, inputs: Inputs) -> None:
     (rows, depth), columns = x.shape, weight.shape[0]
     if weight.shape[1] != depth:
         raise UsageError(f"{name}: x is [m, {depth}], weight [N, {weight.shape[1]}]; their K must be equal")
-    for key, what, value in (("max_rows", "m", rows), ("max_columns", "N", columns)):
-        if value > (limit := getattr(workspace, key)):
-            raise UsageError(f"{name}: {what}={value} is above {key}={limit} of the workspace; make it with more")
+    workspace.check_size(("m", rows), ("N", columns))
     # Rows of x and weight may lie apart.
     check_tensor(workspace, "x", x[:0], workspace.dtype, [0, depth])
     check_tensor(workspace, "weight", weight[:0], workspace.dtype, [0, depth])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
 from dlrm_fused.ops.common.schedules import Shape
@@ -19,7 +20,6 @@ from dlrm_fused.ops.schedules.rule import choose
 
 KERNEL, CHUNKS, SCATTER = "kernel", "chunks", "scatter"
 SCHEDULES = (AUTO, KERNEL, CHUNKS, SCATTER, LIBRARY)
-_ROW_BYTES = 16  # of which rows have a multiple where they are scattered
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
 # The schedules of many rows, by their names in dlrm_fused.ops.schedules.
@@ -40,7 +40,7 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
     if schedule == SCATTER and not _can_scatter(workspace, (rows, len(weight), x.shape[1])):
         raise UsageError(
             f"{name}: schedule=scatter: m={rows}, N={len(weight)}, K={x.shape[1]}; needed: a multiple of the {ranks} ranks "
-            f"for m, and of {_ROW_BYTES // bytes_} for N and K"
+            f"for m, and of {ROW_BYTES // bytes_} for N and K"
         )
 
 
@@ -63,7 +63,7 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
 
 def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
     rows, *sizes = shape
-    return rows % workspace.world_size == 0 and not any(size * workspace.dtype.itemsize % _ROW_BYTES for size in sizes)
+    return rows % workspace.world_size == 0 and not any(size * workspace.dtype.itemsize % ROW_BYTES for size in sizes)
 
 
 def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> str:
