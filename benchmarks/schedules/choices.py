@@ -67,7 +67,7 @@ def gathered(gpu: Gpu, ranks: int) -> list[Choice]:
     for cell in _of_pair(Pair.all_gather_gemm):
         rows = cell.m // ranks
         tiles, pushers = tiles_and_pushers(rows, cell.n, cell.k, _BYTES, ranks - 1, gpu)
-        count = _tiles(rows, cell.n, tiles)
+        count = tiles.count(rows, cell.n)
         programs = min(max(pushers + count, (ranks - 1) * count), tiles.programs * gpu.multiprocessors)
         schedule = _schedule(cell.pair, gpu, ranks, cell)
         found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES), pushers=pushers))
@@ -79,8 +79,7 @@ def scattered(gpu: Gpu, ranks: int) -> list[Choice]:
     found = []
     for cell in _of_pair(Pair.gemm_reduce_scatter):
         tiles = tiles_of_pieces(cell.m, cell.n, cell.k, _BYTES, gpu, added=1 / ranks)
-        tiles = fitted(tiles, _BYTES, gpu.shared_memory)
-        programs = min(ranks * _tiles(cell.m // ranks, cell.n, tiles), tiles.programs * gpu.multiprocessors)
+        programs = min(ranks * tiles.count(cell.m // ranks, cell.n), tiles.programs * gpu.multiprocessors)
         schedule = _schedule(cell.pair, gpu, ranks, cell)
         found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES), resident=programs))
     return found
@@ -91,7 +90,7 @@ def exchanged(gpu: Gpu, ranks: int) -> list[Choice]:
     found = []
     for m, n, k in products.PRODUCTS[:CALLS]:
         tiles = fitted(tiles_of_product(m, n, k, _BYTES, gpu), _BYTES, gpu.shared_memory)
-        programs = min(ranks * _tiles(m // ranks, n, tiles) * tiles.splits, tiles.programs * gpu.multiprocessors)
+        programs = min(ranks * tiles.count(m // ranks, n) * tiles.splits, tiles.programs * gpu.multiprocessors)
         found.append(
             Choice(f"{m}x{n}x{k}", by_rule(ranks, (m, n, k), _BYTES, gpu), tiles, programs, needed_memory(tiles, _BYTES))
         )
@@ -107,7 +106,7 @@ def reduced(gpu: Gpu, ranks: int) -> list[Choice]:
         if m > MAX_ROWS:
             schedule = OF_MANY_ROWS[choose(Size(Pair.gemm_all_reduce, ranks, m, n, depth, _BYTES), machine_of(gpu))]
             tiles = fitted(tiles_of_product(m, n, depth, _BYTES, gpu), _BYTES, gpu.shared_memory)
-            programs = min(_tiles(m, n, tiles), tiles.programs * gpu.multiprocessors)
+            programs = min(tiles.count(m, n), tiles.programs * gpu.multiprocessors)
             found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES)))
         else:
             blocks = choose_blocks(m, n, depth, ranks, _BYTES, gpu, with_norm=True)
@@ -152,10 +151,6 @@ def _of_pair(pair: Pair) -> list[sharded.Layer]:
 
 def _schedule(pair: Pair, gpu: Gpu, ranks: int, cell: sharded.Layer) -> str:
     return choose(Size(pair, ranks, cell.m, cell.n, cell.k, _BYTES), machine_of(gpu))
-
-
-def _tiles(rows: int, columns: int, tiles: Tiles) -> int:
-    return -(-rows // tiles.rows) * -(-columns // tiles.columns)
 
 
 def describe(gpu: Gpu) -> str:

@@ -20,12 +20,7 @@ from dlrm_fused.symmetric import name_lost_peer
 def gather_and_multiply(
     workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, *, is_transposed: bool = False
 ) -> Started:
-    """[M, N] = the rows of all ranks @ weight.T. Collective.
-
-    Args:
-        x: [M / ranks, K], contiguous.
-        weight: [N, K]; or [K, N] if ``is_transposed``.
-    """
+    """[M, N] = the rows of all ranks @ weight.T; or, if ``is_transposed``, @ weight. Collective."""
     fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
@@ -43,13 +38,7 @@ def gather_and_multiply(
 def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     """Begin to gather rows beside what follows; ``rows`` waits for them. Collective.
 
-    Meanwhile the workspace may multiply and scatter once, not gather.
-
-    Args:
-        x: [M / ranks, K], contiguous.
-
-    Returns:
-        With x as ``out``.
+    Meanwhile the workspace may multiply and scatter once, not gather. The result has x as ``out``.
     """
     fingerprint = fingerprint_of("gather beside", *x.shape)
     if not workspace.is_by_kernels:
@@ -79,11 +68,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
 
 
 def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Tensor:
-    """[M, K]: the rows of all ranks, in the workspace's memory until its next call. One epoch; between hosts as well.
-
-    Args:
-        x: [M / ranks, K], contiguous.
-    """
+    """[M, K]: the rows of all ranks, in the workspace's memory until its next call. One epoch; between hosts as well."""
     ranks, rows = workspace.world_size, len(x)
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (ranks * rows, x.shape[1]))
     all_rows = ranks * rows

@@ -23,7 +23,7 @@ from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pi
 from dlrm_fused.ops.common.devices import has_async_proxy
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, programs_of, tile_constants, tile_of, upright
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from dlrm_fused.ops.schedules.piece_flags import (
     PieceFlags,
     begin_epoch,
@@ -263,15 +263,7 @@ def _multiply_and_add_piece(
     x, weight, out, received, number, first_of_x, first_row, end_row, rows, columns, depth, channel,
     TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's tiles of own rows ``first_row`` to ``end_row``, with what the peers have sent.
-
-    Args:
-        number: this program's first tile of the piece.
-        first_of_x: where own rows begin in x.
-
-    Returns:
-        This program's first tile of the piece that follows.
-    """
+    """As :func:`_multiply_piece`, of own rows, which begin in x at ``first_of_x``, with what the peers have sent."""
     row_tiles, column_tiles = tl.cdiv(end_row - first_row, TILE.rows), tl.cdiv(columns, TILE.columns)
     tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
     for tile in tl.range(number, tiles, programs, flatten=True):
@@ -358,8 +350,7 @@ def multiply_arriving(
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), gpu_of(own.device), peers=ranks - 1)
-    tiles = fitted(tiles, own.element_size(), gpu_of(own.device).shared_memory)
-    count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    count = ranks * tiles.count(rows, columns)
     arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
         *epoch.args,
@@ -376,7 +367,7 @@ def push_and_multiply(
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     tiles, pushers = tiles_and_pushers(rows, columns, depth, own.element_size(), ranks - 1, gpu_of(own.device))
-    count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    count = tiles.count(rows, columns)
     programs = programs_of(own.device, max(pushers + count, (ranks - 1) * count), tiles)
     pushing_gemm_kernel[(programs,)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed),
@@ -396,8 +387,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
     """
     (rows, depth), columns = x.shape, out.shape[1]
     tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), gpu_of(x.device), added=1.0)
-    tiles = fitted(tiles, x.element_size(), gpu_of(x.device).shared_memory)
-    count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    count = tiles.count(rows, columns)
     adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received.view(-1, columns), tiles), rows, columns, depth, *epoch.args,
@@ -418,8 +408,7 @@ def multiply_and_send(
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), gpu_of(x.device), added=1 / ranks)
-    tiles = fitted(tiles, x.element_size(), gpu_of(x.device).shared_memory)
-    count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    count = ranks * tiles.count(rows, columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.
     programs = programs_of(x.device, count, tiles) if x.device.type == "cuda" else 1

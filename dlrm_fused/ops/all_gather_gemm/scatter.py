@@ -21,14 +21,9 @@ from dlrm_fused.symmetric import name_lost_peer
 def multiply_and_scatter(
     workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, *, is_transposed: bool = False
 ) -> Started:
-    """[M / ranks, N]: this rank's rows of the sum over ranks of x @ weight.T. Collective.
+    """[M / ranks, N]: this rank's rows of the sum over ranks of x @ weight.T; or, if ``is_transposed``, @ weight. Collective.
 
-    Args:
-        x: [M, K], contiguous.
-        weight: [N, K]; or [K, N] if ``is_transposed``.
-
-    Returns:
-        With x as what ``rows`` gives: nothing is gathered.
+    The result has x as what ``rows`` gives: nothing is gathered.
     """
     factor = weight if is_transposed else weight.T
     fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)

@@ -32,47 +32,38 @@ def tiles_of_pieces(
 
     Args:
         rows: of x that it multiplies first.
-        columns, depth: N and K.
-        element_size: bytes of an element.
         peers: ranks of which it multiplies as many rows each, when they have come.
         added: share of the tiles to which it adds what the peers have sent.
     """
-    return _fastest(rows, columns, depth, element_size, gpu, peers, added)
+
+    def time(shape: tuple[Tiles, float, float]) -> float:
+        tiles, speed, speed_alone = shape
+        rounds = _rounds((1 + peers) * tiles.count(rows, columns), gpu.multiprocessors, tiles.programs, speed / speed_alone)
+        if peers:  # whose rows come while a tile of own ones is multiplied
+            rounds = max(rounds, 2 * speed / speed_alone)
+        return rounds * tiles.rows * tiles.columns * (depth + added * _ADDING[tiles.programs]) / speed
+
+    if tuning.overridden() or element_size != 2:
+        chosen = tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size, gpu)
+    else:
+        chosen = min(_SHAPES, key=time)[0]
+    return tuning.fitted(chosen, element_size, gpu.shared_memory)
 
 
 def tiles_and_pushers(rows: int, columns: int, depth: int, element_size: int, peers: int, gpu: Gpu) -> tuple[Tiles, int]:
     """Return :func:`tiles_of_pieces` for a kernel some programs of which store its rows at the peers first; and how many do."""
     tiles = tiles_of_pieces(rows, columns, depth, element_size, gpu, peers=peers)
-    tiles = tuning.fitted(tiles, element_size, gpu.shared_memory)
     if gpu == INTERPRETER:  # where the programs of a grid run one after the other
         return tiles, 1
     fewest, most = pushers_at_least_and_at_most(gpu)
     pushers = max(fewest, min(most, round(_PUSHERS_TIMES_COLUMNS * gpu.bf16 / H100.bf16 * peers / columns)))
-    return tiles, _left_by(_count(rows, columns, tiles), tiles.programs * gpu.multiprocessors, pushers, fewest)
+    return tiles, _left_by(tiles.count(rows, columns), tiles.programs * gpu.multiprocessors, pushers, fewest)
 
 
 def pushers_at_least_and_at_most(gpu: Gpu) -> tuple[int, int]:
     """Programs that fill its links, in a call that gives them much time and in one that gives them little."""
     most = max(2, round(_MOST_PUSHERS * gpu.fastest_link / H100.fastest_link))
     return min(_FEWEST_PUSHERS, most), most
-
-
-def _fastest(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu, peers: int, added: float) -> Tiles:
-    if tuning.overridden() or element_size != 2:
-        return tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size, gpu)
-
-    def time(shape: tuple[Tiles, float, float]) -> float:
-        tiles, speed, speed_alone = shape
-        rounds = _rounds((1 + peers) * _count(rows, columns, tiles), gpu.multiprocessors, tiles.programs, speed / speed_alone)
-        if peers:  # whose rows come while a tile of own ones is multiplied
-            rounds = max(rounds, 2 * speed / speed_alone)
-        return rounds * tiles.rows * tiles.columns * (depth + added * _ADDING[tiles.programs]) / speed
-
-    return min(_SHAPES, key=time)[0]
-
-
-def _count(rows: int, columns: int, tiles: Tiles) -> int:
-    return -(-rows // tiles.rows) * -(-columns // tiles.columns)
 
 
 def _left_by(count: int, programs: int, pushers: int, fewest: int) -> int:

@@ -18,17 +18,7 @@ from dlrm_fused.ops.schedules import Kind, Pair, Schedule, Task
 def multiply_and_send_chunks(
     workspace: GemmWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, fingerprint: int
 ) -> Tensor:
-    """Row block s of the result is this rank's block of rank s's x @ weight.T. One epoch: collective.
-
-    Args:
-        x: [M, K], contiguous; M a multiple of the ranks.
-        weight: [N, K].
-        schedule: whose mover is a copy engine.
-        fingerprint: must be equal on all ranks.
-
-    Returns:
-        [M, N], an ordinary tensor.
-    """
+    """Return the operator's result, an ordinary tensor, by a schedule whose mover is a copy engine. One epoch: collective."""
     call = _Chunks(workspace, schedule, x, weight, fingerprint)
     call.run(Pair.gemm_all_to_all)
     return call.result.flatten(0, 1)

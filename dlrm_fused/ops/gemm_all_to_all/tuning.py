@@ -39,6 +39,10 @@ class Tiles:
     programs: int
     splits: int = 1
 
+    def count(self, rows: int, columns: int) -> int:
+        """Return the number of tiles of a matrix."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
 
 # For products of 16 bits with few tiles, by the most pieces of K; the larger first.
 _SMALL = {
@@ -146,17 +150,13 @@ def _by_rule(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -
     available = gpu.multiprocessors
     nearly_all = int(_NEARLY_ALL * available)
     tiles = _widest(rows, columns, element_size, nearly_all)
-    if element_size == 4 or 2 * _count(rows, columns, tiles) > available:
+    if element_size == 4 or 2 * tiles.count(rows, columns) > available:
         return tiles
     for most, tiles in _SMALL.items():
-        count, splits = _count(rows, columns, tiles), 1
+        count, splits = tiles.count(rows, columns), 1
         while splits < most and 2 * splits * count <= available and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
             splits *= 2
         tiles = replace(tiles, splits=splits)
         if splits * count >= nearly_all:
             break
     return tiles
-
-
-def _count(rows: int, columns: int, tiles: Tiles) -> int:
-    return -(-rows // tiles.rows) * -(-columns // tiles.columns)

@@ -52,7 +52,7 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
     (count, rows, columns), element_size = out.shape, a.element_size()
     tiles = fitted(weight_gradient_tiles(element_size), element_size, gpu_of(a.device).shared_memory)
     tiles = replace(tiles, depth=min(tiles.depth, groups.tile_rows))
-    programs = programs_of(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
+    programs = programs_of(a.device, count * tiles.count(rows, columns), tiles)
     weight_gradient_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [tiles.depth, tiles.rows]),
         TensorDescriptor.from_tensor(b, [tiles.depth, tiles.columns]),
