@@ -1,8 +1,8 @@
 """The facts of a machine that the rule knows: rates that are measured once, and costs of starting things.
 
-Rates of the H100 and the H200 are measured ceilings of benchmarks in this repository. Costs, the defaults, are fitted to half of
-the calls that were measured on two H200s, by a command that docs/schedules.md names; the other machines have them too, and of
-the rates in data sheets the shares that an H100 reaches of its own.
+Rates of the H100 and the H200 are measured ceilings of benchmarks in this repository. Costs, the defaults, are fitted to half
+of the calls that were measured on two H200s, by a command that docs/schedules.md names; the other machines have them too, and
+of the rates in data sheets the shares that an H100 reaches of its own.
 """
 
 from __future__ import annotations
