@@ -150,17 +150,13 @@ class _Call:
         self.store(peer, offset, by_rank.rows(peer), self.values(items), self.first_destination + items)
 
     def store_by_kernel(self) -> None:
-        source, targets, scale, (memory, channel, receive_offset, fingerprint) = (
-            self.source,
-            self.targets,
-            self.scale,
-            self.window,
-        )
+        source, targets, scale, window = self.source, self.targets, self.scale, self.window
         items, width = targets.numel(), source.shape[1]
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
         scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), most)),)](
             source, source.stride(0), targets if scale is None else scale, targets, items, width, self.rows_per_rank,
-            self.destinations_at or 0, self.first_destination, memory.addresses, receive_offset, channel.args, fingerprint,
+            self.destinations_at or 0, self.first_destination, window.memory.addresses, window.offset, window.channel.args,
+            window.fingerprint,
             REPEATS=self.repeats, SCALED=scale is not None, TELLS_DESTINATION=self.destinations_at is not None,
             DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
             COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
