@@ -35,7 +35,7 @@ from tests.distributed.launch import (
 
 ADAGRAD = "embedding.optimizer.kind=adagrad"
 ROWWISE_ADAGRAD = "embedding.optimizer.kind=rowwise_adagrad"
-HALF, STEPS = 30, 60
+HALF, STEPS = 10, 20
 
 
 def plan(name: str) -> str:
@@ -92,10 +92,10 @@ class TestEvaluation:
         assert found["step"] == HALF
 
     def test_any_checkpoint_can_be_chosen(self, tmp_path):
-        run = train(tmp_path, 1, until(40), "checkpoint.every_steps=10", "checkpoint.keep_last=9", "evaluation.every_steps=10")
+        run = train(tmp_path, 1, until(12), "checkpoint.every_steps=3", "checkpoint.keep_last=9", "evaluation.every_steps=3")
         in_training = {line["step"]: line["auc"] for line in metrics(run, "evaluation")}
         best = max(in_training, key=lambda step: in_training[step])
-        for chosen, step in (("best", best), ("last", 40), ("20", 20)):
+        for chosen, step in (("best", best), ("last", 12), ("6", 6)):
             found = evaluate(run, 1, checkpoint=chosen, split="validation")
             assert found["step"] == step
             assert found["auc"] == pytest.approx(in_training[step], abs=1e-6)
@@ -103,7 +103,7 @@ class TestEvaluation:
     def test_a_checkpoint_that_is_not_there(self, run):
         with pytest.raises(RankFailed) as failed:
             evaluate(run, 1, checkpoint="7")
-        assert_refused(failed.value, "--checkpoint 7", "steps there: 30")
+        assert_refused(failed.value, "--checkpoint 7", f"steps there: {HALF}")
 
 
 class TestResume:
@@ -153,12 +153,12 @@ class TestResume:
         assert losses(run) == pytest.approx(losses(straight(*dims)), rel=1e-5, abs=0)
 
     def test_the_schedule_and_the_samples_seen_go_on(self, tmp_path):
-        run = train(tmp_path, 2, until(HALF), "training.schedule.warmup_steps=50")
+        run = train(tmp_path, 2, until(HALF), "training.schedule.warmup_steps=15")
         assert CheckpointFolder(run / "checkpoints").progress(HALF).samples == HALF * 64
-        train(tmp_path, 2, until(STEPS), "training.schedule.warmup_steps=50")
+        train(tmp_path, 2, until(STEPS), "training.schedule.warmup_steps=15")
         for line in metrics(run, "train"):
-            assert line["learning_rate"] == pytest.approx(0.02 * min(1, line["step"] / 50))
-            assert line["embedding_learning_rate"] == pytest.approx(0.05 * min(1, line["step"] / 50))
+            assert line["learning_rate"] == pytest.approx(0.02 * min(1, line["step"] / 15))
+            assert line["embedding_learning_rate"] == pytest.approx(0.05 * min(1, line["step"] / 15))
 
     def test_another_setting_that_decides_the_outcome_is_refused(self, run):
         with pytest.raises(RankFailed) as failed:

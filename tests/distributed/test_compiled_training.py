@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dlrm_fused.config import Compile, Config, DataSource
+from dlrm_fused.config import Config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import build_model
 from dlrm_fused.sharding.parallel import shard
@@ -48,9 +48,9 @@ def _train(config: Config) -> tuple[int, int]:
 def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: list[str], graphs: int) -> None:
     settings = [
         *WITHOUT_AMPLIFIED_ROUNDING,
-        "training.max_steps=30",
+        "training.max_steps=10",
         *model,
-        "evaluation.every_steps=12",
+        "evaluation.every_steps=4",
     ]
     config = small_config(tmp_path / "compiled", *settings, "training.compile=always")
     assert run_ranks(ranks, _train, config) == [(graphs, 0)] * ranks
@@ -60,13 +60,11 @@ def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: list[
     assert of_evaluations[0] == pytest.approx(of_evaluations[1], abs=1e-5)
 
 
-def _kinds_of_data_parallelism() -> tuple[str, str]:
+def _kinds_of_data_parallelism(config: Config) -> tuple[str, str]:
     """Of a model whose dense part uses all dense parameters, and of one with another parameter."""
     kinds = []
     with process_group(Rank.from_environment(), torch.device("cpu")):
         for has_another in (False, True):
-            config = Config()
-            config.training.compile, config.data.source = Compile.always, DataSource.synthetic
             dataset = open_dataset(config, torch.device("cpu"))
             task = build_model(config, dataset.schema, 1, torch.device("cpu"))
             if has_another:
@@ -76,8 +74,9 @@ def _kinds_of_data_parallelism() -> tuple[str, str]:
     return kinds[0], kinds[1]
 
 
-def test_a_parameter_beside_the_compiled_part_is_averaged_by_ddp() -> None:
-    assert run_ranks(1, _kinds_of_data_parallelism) == [("RankingTask", "DistributedDataParallel")]
+def test_a_parameter_beside_the_compiled_part_is_averaged_by_ddp(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "training.compile=always")
+    assert run_ranks(1, _kinds_of_data_parallelism, config) == [("RankingTask", "DistributedDataParallel")]
 
 
 def test_a_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.distributed.launch import (
 )
 from tests.distributed.test_transformer_training import SETTINGS as TRANSFORMER
 
-STEPS, FEW_STEPS = 200, 20
+STEPS, FEW_STEPS = 200, 10
 # The host of each rank: two with two each, one rank beside three, and three hosts.
 TWO_AND_TWO, ONE_AND_THREE, THREE_HOSTS = (0, 0, 1, 1), (0, 1, 1, 1), (0, 0, 1, 1, 2, 2)
 # As GPUs of one machine are without peer access.
@@ -157,12 +157,12 @@ def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_
 
 @pytest.mark.parametrize("comm", ["fused", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_a_run_of_four_ranks_that_is_started_again_has_the_bits_of_one_that_was_not(tmp_path: Path, comm: str) -> None:
-    settings = [f"comm={comm}", "checkpoint.every_steps=10", "embedding.sharding=table_wise"]
+    settings = [f"comm={comm}", f"checkpoint.every_steps={FEW_STEPS // 2}", "embedding.sharding=table_wise"]
 
     def train_for(steps: int, folder: Path) -> Path:
         config = small_config(folder, *settings, f"training.max_steps={steps}")
         run_ranks(4, on_hosts, TWO_AND_TWO, _train, config)
         return config.run_dir
 
-    train_for(10, tmp_path / "twice")
+    train_for(FEW_STEPS // 2, tmp_path / "twice")
     assert losses(train_for(FEW_STEPS, tmp_path / "twice")) == losses(train_for(FEW_STEPS, tmp_path / "once"))

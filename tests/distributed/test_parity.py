@@ -11,7 +11,7 @@ from tests.distributed.launch import losses, metrics, summary, train
 
 STEPS = 200
 # Of runs that are quick to compare; all are compared over STEPS in `make test-hosts`.
-FEW_STEPS = 28
+FEW_STEPS = 21
 RELATIVE_TOLERANCE = 1e-5
 
 ROWWISE_ADAGRAD = "embedding.optimizer.kind=rowwise_adagrad"
