@@ -65,16 +65,20 @@ test-all-with-kernels: export CHECK_OVERFLOW = 1
 test-all-with-kernels:
 	$(call WITH_KERNELS,(interpreted or also_interpreted) and not exhaustive)
 
-# Unit tests, interpreted operators, and the sharder, checkpoints and compiled training of several ranks.
+# Unit tests of what calls torch, TorchRec, FBGEMM or Triton (stacks differ in nothing else), interpreted operators, and the
+# sharder, checkpoints and compiled training of several ranks.
 test-stack: setup-dev
-	$(PYTEST) -n 2 --core-per-worker -m "not interpreted and not slow and not exhaustive" tests/unit \
+	$(PYTEST) -n 2 --core-per-worker -m "not interpreted and not slow and not exhaustive" tests/unit/scaleout/test_training_step.py \
+	    $(addprefix tests/unit/test_,$(addsuffix .py,batch captured compat dlrm flops fused_estimates fused_support groups interaction \
+	    kernels lasting loader metrics moe multi_task pickled_metadata planning public_api schedule step_timer synthetic telemetry \
+	    transformer versions)) \
 	    $(addprefix tests/distributed/test_,$(addsuffix .py,checkpoint compiled_training drop_in fused_checkpoint fused_parity \
 	    fused_sharder torchrec_own_tests torchrec_pipelines))
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "interpreted and not slow and not exhaustive" tests/ops/embedding_all_to_all tests/ops/gemv_all_reduce
 
 test-triton: setup-dev
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/oldest-triton $$(grep triton $(firstword $(sort $(wildcard requirements/stacks/*))))
-	PYTHONPATH=$(VENV)/oldest-triton $(PYTEST) -n 2 -m "not exhaustive" tests/ops/test_compile_for_gpus.py -k "kernels_compile and sm_90"
+	PYTHONPATH=$(VENV)/oldest-triton $(PYTEST) -n 2 -m "not slow and not exhaustive" tests/ops/test_compile_for_gpus.py -k "kernels_compile and sm_90"
 
 # One test at a time: hosts that wait for each other take turns badly with others.
 test-hosts: setup-dev
