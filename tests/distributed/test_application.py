@@ -20,7 +20,7 @@ if __name__ == "__main__":
     if port_of_rank_0:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=port_of_rank_0)
     train({str(CONFIG)!r}, [*{SMALL}, "comm=fused", "name=own"])
-    time.sleep(3 if os.environ["RANK"] == late_rank else 0)
+    time.sleep(1.5 if os.environ["RANK"] == late_rank else 0)
     evaluate("runs/own", split="test", predictions="runs/own/predictions.parquet")
 """
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.distributed.launch import SMALL
@@ -24,13 +23,11 @@ def section(title: str) -> str:
 
 
 def follow(title: str, checkout: Path) -> list[str]:
-    """Do what a section says; returns the overrides of its command."""
+    """Do what a section says in a copy of the package; returns the overrides of its command."""
     text = section(title)
     (source, place) = re.search(r"`cp (docs/examples/\S+) (dlrm_fused/\S+)`", text).groups()
     kind = re.search(r"line in `(\w+)`", text)[1]
     (line,) = re.findall(r"^```python\n( {4}\w+ = .*)\n```$", text, re.MULTILINE)
-    shutil.copytree(ROOT / "dlrm_fused", checkout / "dlrm_fused", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "train.py", checkout)
     shutil.copy(ROOT / source, checkout / place)
     registry = checkout / "dlrm_fused/config/registry.py"
     before, enumeration, after = registry.read_text().partition(f"class {kind}(Enum):\n")
@@ -39,9 +36,10 @@ def follow(title: str, checkout: Path) -> list[str]:
     return re.search(r"train\.py --config \S+ ([^`]+)`", text)[1].split()
 
 
-@pytest.mark.parametrize("title", ["A model", "A data set"])
-def test_an_added_one_trains(title: str, tmp_path: Path) -> None:
-    overrides = follow(title, tmp_path)
+def test_a_model_and_a_data_set_that_are_added_train(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "dlrm_fused", tmp_path / "dlrm_fused")
+    shutil.copy(ROOT / "train.py", tmp_path)
+    overrides = [*follow("A model", tmp_path), *follow("A data set", tmp_path)]
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "train.py", "--config", "small.yaml", "training.max_steps=30", *overrides]

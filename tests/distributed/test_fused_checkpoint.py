@@ -11,7 +11,7 @@ from tests.distributed.launch import evaluate, load_tables, losses, run_script, 
 TRAIN = Path(__file__).parents[2] / "train.py"
 PLAN = ("row_wise", "table_wise", "column_wise", "table_wise")
 SETTINGS = [
-    "checkpoint.every_steps=20",
+    "checkpoint.every_steps=8",
     "embedding.optimizer.kind=rowwise_adagrad",
     "embedding.shard_columns=4",
     *(f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(PLAN)),
@@ -29,22 +29,22 @@ def train(folder: Path, steps: int, comm: str) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("uninterrupted"), 40, "baseline")
+    return train(tmp_path_factory.mktemp("uninterrupted"), 16, "baseline")
 
 
 @pytest.mark.parametrize(("first", "then"), [("fused", "baseline"), ("baseline", "fused"), ("fused", "fused")])
 def test_a_run_continues_with_the_other(tmp_path, uninterrupted, first, then):
-    train(tmp_path, 20, first)
-    run = train(tmp_path, 40, then)
-    assert list(losses(run)) == list(range(1, 41))
+    train(tmp_path, 8, first)
+    run = train(tmp_path, 16, then)
+    assert list(losses(run)) == list(range(1, 17))
     assert losses(run) == losses(uninterrupted)
     assert summary(run)["test_auc"] == summary(uninterrupted)["test_auc"]
 
 
 def test_weights_and_optimizer_states_are_saved_alike(tmp_path, uninterrupted):
-    folder = train(tmp_path, 40, "fused").parent
+    folder = train(tmp_path, 16, "fused").parent
     fused, baseline = (
-        load_tables(small_config(of, *SETTINGS, f"comm={comm}"), 2, step=40)
+        load_tables(small_config(of, *SETTINGS, f"comm={comm}"), 2, step=16)
         for of, comm in ((folder, "baseline"), (uninterrupted.parent, "fused"))
     )
     for ours, theirs in zip(fused, baseline, strict=True):

@@ -219,11 +219,11 @@ def test_runs_continue_with_the_other_and_evaluations_leave_no_trace(tmp_path, k
         *(f"embedding.tables.table_{i}.sharding={plan}" for i, plan in enumerate(("row_wise", "table_wise", "column_wise"))),
         "embedding.tables.table_3.sharding=table_wise",
     ]
-    uninterrupted = _train(tmp_path / "uninterrupted", 30, "baseline", *settings)
-    evaluated = _train(tmp_path / "evaluated", 30, "baseline", "evaluation.every_steps=7", *settings)
-    for steps, comm in ((10, "baseline"), (20, "fused"), (30, "baseline")):
-        continued = _train(tmp_path / "continued", steps, comm, "evaluation.every_steps=10", *settings)
-    assert list(losses(continued)) == list(range(1, 31))
+    uninterrupted = _train(tmp_path / "uninterrupted", 12, "baseline", *settings)
+    evaluated = _train(tmp_path / "evaluated", 12, "baseline", "evaluation.every_steps=5", *settings)
+    for steps, comm in ((4, "baseline"), (8, "fused"), (12, "baseline")):
+        continued = _train(tmp_path / "continued", steps, comm, "evaluation.every_steps=4", *settings)
+    assert list(losses(continued)) == list(range(1, 13))
     assert losses(continued) == losses(uninterrupted) == losses(evaluated)
     assert summary(continued)["test_auc"] == summary(uninterrupted)["test_auc"]
 

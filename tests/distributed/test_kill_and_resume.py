@@ -28,8 +28,8 @@ from tests.distributed.killing import (
 from tests.distributed.launch import SMALL, metrics, small_config, start_training, summary, train
 
 ROOT = Path(__file__).parents[2]
-STEPS = 120
-SETTINGS = (f"training.max_steps={STEPS}", "checkpoint.every_steps=10", "evaluation.every_steps=25")
+STEPS = 60
+SETTINGS = (f"training.max_steps={STEPS}", "checkpoint.every_steps=5", "evaluation.every_steps=13")
 
 
 class Torchrun:
@@ -78,12 +78,12 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 def test_the_last_checkpoints_and_the_best_are_kept(uninterrupted):
     aucs = {line["step"]: line["auc"] for line in metrics(uninterrupted, "evaluation")}
-    assert list(aucs) == [25, 50, 75, 100]
+    assert list(aucs) == [13, 26, 39, 52]
     folder = CheckpointFolder(uninterrupted / "checkpoints")
     best = max(aucs, key=lambda step: aucs[step])
     assert folder.best() == best
     assert folder.last() == STEPS
-    assert folder.steps() == sorted({best, 110, 120})
+    assert folder.steps() == sorted({best, 55, 60})
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_a_run_killed_after_its_last_step_only_evaluates(tmp_path, uninterrupted
 
 
 def test_a_run_killed_after_reaching_its_target_makes_no_more_steps(tmp_path):
-    settings = (*SETTINGS, "training.target_auc=0.7")
+    settings = (*SETTINGS, "training.target_auc=0.6")
     run = train(tmp_path, 2, *settings)
     assert summary(run)["reached_target"]
-    assert summary(run)["steps"] == 25
+    assert summary(run)["steps"] == 13
     (run / "summary.json").unlink()
     train(tmp_path, 2, *settings)
     assert summary(run)["reached_target"]
-    assert summary(run)["steps"] == 25
+    assert summary(run)["steps"] == 13
 
 
 def test_a_finished_run_is_left_alone(tmp_path, uninterrupted):
@@ -153,7 +153,7 @@ def test_a_finished_run_is_left_alone(tmp_path, uninterrupted):
 def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path, uninterrupted):
     run = tmp_path / "run"
     attempt = Torchrun(tmp_path, "--max-restarts=1")
-    wait_for(lambda: last_step(run) >= 45, attempt)
+    wait_for(lambda: last_step(run) >= 25, attempt)
     attempt.worker(rank=1).kill()
     log = attempt.wait()
     assert "continuing" in log

@@ -12,7 +12,7 @@ from tests.distributed.killing import assert_checkpoints_are_complete, assert_sa
 from tests.distributed.launch import evaluate, losses, metrics, small_config, start_training, summary, train
 from tests.unit.prepared_sets import write_prepared_set
 
-STEPS = 100
+STEPS = 50
 # Three epochs and a bit, of row groups that neither the batch nor a rank's share of it divides.
 SAMPLES = {"train": 2000, "validation": 300, "test": 301}
 SHUFFLED = (
@@ -53,11 +53,11 @@ def test_unshuffled_training_has_the_losses_of_the_prepared_set(
             f"data.path={folder}",
             f"model.kind={kind}",
             "data.shuffle_window_rows=0",
-            "training.max_steps=60",
+            "training.max_steps=40",
         )
         for source, folder in (("prepared", prepared), ("parquet", parquet))
     ]
-    assert len(losses(runs[0])) == 60
+    assert len(losses(runs[0])) == 40
     assert losses(runs[1]) == losses(runs[0])
     assert metrics(runs[1], "final_evaluation") == metrics(runs[0], "final_evaluation")
     assert summary(runs[1])["test_auc"] == summary(runs[0])["test_auc"]

@@ -39,9 +39,11 @@ EASY = [
     "data.synthetic.train_samples=2000000",
     "data.synthetic.test_samples=50000",
     "evaluation.global_batch_size=8192",
-    "telemetry.log_every_steps=100",
-    "training.global_batch_size=1024",
-    "training.max_steps=600",
+    "telemetry.log_every_steps=50",
+    "training.global_batch_size=4096",
+    "training.max_steps=150",
+    "training.dense_optimizer.learning_rate=0.04",
+    "embedding.optimizer.learning_rate=0.1",
     "model.bottom_mlp=[32,8]",
     "model.top_mlp=[64,32,1]",
 ]
@@ -57,7 +59,7 @@ def test_both_planted_labels_are_learned(tmp_path: Path, comm: str) -> None:
 
 
 def test_a_label_of_weight_0_is_not_learned(tmp_path: Path) -> None:
-    found = summary(train(tmp_path, 2, TWO, "training.task_weights.label_1=0"))
+    found = summary(train(tmp_path, 2, TWO, "training.task_weights.label_1=0", "training.max_steps=80"))
     assert found["test_auc/label_0"] > 0.7
     assert found["test_auc/label_1"] < 0.6
 
@@ -106,11 +108,11 @@ COLUMNS = ("--dense", "price,age", "--sparse", "user,color,tags")
 # No number of ranks divides the batch, and its samples' weights differ, so ranks have other sums of weights.
 SETTINGS = [
     "runtime.device=cpu",
-    "training.max_steps=30",
+    "training.max_steps=15",
     "training.global_batch_size=61",
     "training.task_weights={bought: 0.5}",
     "telemetry.log_every_steps=1",
-    "evaluation.every_steps=10",
+    "evaluation.every_steps=5",
 ]
 
 

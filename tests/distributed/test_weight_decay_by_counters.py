@@ -102,20 +102,20 @@ class TestSteps:
 
     @pytest.fixture(scope="class")
     def straight(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return train(tmp_path_factory.mktemp("straight"), RANKS, *SETTINGS, "training.max_steps=30")
+        return train(tmp_path_factory.mktemp("straight"), RANKS, *SETTINGS, "training.max_steps=16")
 
     def test_evaluations_in_between(self, straight: Path, tmp_path: Path) -> None:
-        run = train(tmp_path, RANKS, *SETTINGS, "training.max_steps=30", "evaluation.every_steps=4")
+        run = train(tmp_path, RANKS, *SETTINGS, "training.max_steps=16", "evaluation.every_steps=4")
         assert losses(run) == losses(straight)
 
     def test_measurements_of_auto(self, straight: Path, tmp_path: Path) -> None:
-        assert losses(train(tmp_path, RANKS, *SETTINGS, "training.max_steps=30", "comm=auto")) == losses(straight)
+        assert losses(train(tmp_path, RANKS, *SETTINGS, "training.max_steps=16", "comm=auto")) == losses(straight)
 
     def test_a_run_that_is_continued_under_another_plan(self, straight: Path, tmp_path: Path) -> None:
-        train(tmp_path, RANKS, *SETTINGS, "training.max_steps=15", "evaluation.every_steps=4")
-        run = train(tmp_path, RANKS, *SETTINGS, "training.max_steps=30", "embedding.sharding=row_wise")
+        train(tmp_path, RANKS, *SETTINGS, "training.max_steps=8", "evaluation.every_steps=4")
+        run = train(tmp_path, RANKS, *SETTINGS, "training.max_steps=16", "embedding.sharding=row_wise")
         assert losses(run) == pytest.approx(losses(straight), rel=1e-5, abs=0)
 
     def test_it_is_not_the_run_without_counters(self, straight: Path, tmp_path: Path) -> None:
-        run = train(tmp_path, RANKS, SETTINGS[0], SETTINGS[3], "training.max_steps=30")
+        run = train(tmp_path, RANKS, SETTINGS[0], SETTINGS[3], "training.max_steps=16")
         assert losses(run) != pytest.approx(losses(straight), rel=1e-3)

@@ -40,7 +40,7 @@ LIMITS = ["--max-rows", "1000", "--max-waiting-rows", "2000", "--max-body-bytes"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = train(tmp_path_factory.mktemp("run"), 1, "training.max_steps=40")
+    run = train(tmp_path_factory.mktemp("run"), 1, "training.max_steps=15")
     export(run, run / "model")
     return run
 
@@ -69,7 +69,7 @@ def test_a_thousand_rows_are_predicted_as_eval_predicts_them(service: Service, r
 
 
 def test_concurrent_clients_get_the_answers_to_their_own_rows(service: Service, run: Path, rows: list[dict[str, Any]]) -> None:
-    load = send(service.port, questions_of(run / "model", rows, 3), clients=16, seconds=2)
+    load = send(service.port, questions_of(run / "model", rows, 3), clients=16, seconds=1)
     assert not load.lost
     assert len(load.seconds) > 16
     metrics = service.request("GET", "/metrics")[1].decode()
@@ -125,7 +125,7 @@ def test_the_page_of_the_api_describes_the_features(service: Service) -> None:
     features = body["properties"]["rows"]["items"]["properties"]
     assert features["table_1"] == {"description": "a list of whole numbers from 0 to 119"}
     assert service.request("GET", "/docs")[0] == 200
-    assert json.loads(service.request("GET", "/health")[1]) == {"run": "run", "step": 40, "table_dtype": "fp32"}
+    assert json.loads(service.request("GET", "/health")[1]) == {"run": "run", "step": 15, "table_dtype": "fp32"}
     assert service.request("GET", "/nothing")[0] == 404
     assert service.request("GET", "/predict")[0] == 405
 
@@ -165,7 +165,7 @@ def test_requests_that_have_begun_are_answered_when_the_service_is_told_to_end(r
 
 def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     """2,000 connections that ask nothing and 4 endless headers, for a process of 1,024 files; 60 s with HOSTILE_SECONDS=60."""
-    seconds = float(os.environ.get("HOSTILE_SECONDS", "3"))
+    seconds = float(os.environ.get("HOSTILE_SECONDS", "2"))
     questions = questions_of(run / "model", rows, 1)
     log = tmp_path / "log"
     served = f'ulimit -n 1024; exec "$0" -m dlrm_fused.inference.http --model {run / "model"} "$@" 2> {log}'
@@ -174,7 +174,7 @@ def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], t
         memory = psutil.Process(service.process.pid).memory_info
         hostile = subprocess.Popen([sys.executable, "-m", "tests.inference.hostile", str(service.port), "2000", "4"], cwd=ROOT)
         try:
-            send(service.port, questions, clients=1, seconds=2)  # until all of them are there
+            send(service.port, questions, clients=1, seconds=1)  # until all of them are there
             before = memory().rss
             load = send(service.port, questions, clients=64, seconds=seconds)
             growth = memory().rss - before

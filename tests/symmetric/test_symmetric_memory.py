@@ -579,7 +579,7 @@ if (own := ranks()) is not None:
     if sys.argv[2] == "destroys":
         dist.destroy_process_group()
 """
-ENDS = int(os.environ.get("DLRM_FUSED_TEST_ENDS", "4"))
+ENDS = int(os.environ.get("DLRM_FUSED_TEST_ENDS", "2"))
 
 WATCH_OVER_HOSTS = """
 import time
