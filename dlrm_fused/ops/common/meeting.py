@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TypeVar
-
-import torch
 import triton
 
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.device import begin, finish, uses_kernels, wait_until_all_ready
-
-T = TypeVar("T")
 
 
 @triton.jit(do_not_specialize=["receive_offset", "fingerprint"])
@@ -36,36 +29,3 @@ def meet(channel: Channel, fingerprint: int, receive_offset: int = 0) -> None:
         meet_kernel[(1,)](channel.args, receive_offset, fingerprint, num_warps=1)
     else:
         channel.run_epoch(lambda *_: None, offset=receive_offset, fingerprint=fingerprint)
-
-
-def meet_beside(
-    work: Callable[[], T],
-    channel: Channel,
-    stream: torch.cuda.Stream | None,
-    fingerprint: int,
-    *,
-    meeting: Callable[[int], None] | None = None,
-) -> T:
-    """The result of ``work``, beside which the ranks :func:`meet`; what follows in the current stream follows both.
-
-    A collective of torch.distributed that follows would wait for a lost rank, or for one that makes another call, until the
-    limit of the process group. On the CPU it is not begun then; on GPUs a later call raises the error.
-
-    Args:
-        stream: for the epoch; None on the CPU.
-        meeting: what runs the epoch of this fingerprint, if not :func:`meet`.
-    """
-    main = torch.cuda.current_stream(channel.group.device) if stream else None
-    if stream and main:
-        stream.wait_stream(main)
-    with torch.cuda.stream(stream) if stream else nullcontext():
-        if meeting is None:
-            meet(channel, fingerprint)
-        else:
-            meeting(fingerprint)
-    result = work()
-    if stream and main:
-        main.wait_stream(stream)
-    else:
-        channel.raise_fault()
-    return result
