@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.symmetric.channel import OFFSET_UNIT
+from dlrm_fused.symmetric.device import round_up
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
 
 Streams = frozenset[torch.cuda.Stream]
@@ -53,7 +53,7 @@ class BlockPool:
             UsageError, CommunicationError: as :meth:`SymmetricGroup.allocate`.
         """
         self._group = group
-        self.memory: SymmetricMemory = group.allocate(name, _round_up(size))
+        self.memory: SymmetricMemory = group.allocate(name, round_up(size))
         self._spare: Tensor | None = None
         self._device = group.device
         self._free = [_Block(0, self.memory.size)]  # by offset, no two of them adjacent
@@ -69,7 +69,7 @@ class BlockPool:
         that used the block before. As with any tensor, work of *another* stream than that of the take or the release has to
         be waited for by the caller before the release. A block taken while a CUDA graph is captured is the graph's for ever.
         """
-        size = _round_up(max(1, math.prod(shape) * dtype.itemsize))
+        size = round_up(max(1, math.prod(shape) * dtype.itemsize))
         with self._lock:
             self._collect()
             block = self._cut(size)
@@ -88,7 +88,7 @@ class BlockPool:
     @classmethod
     def with_spare(cls, group: SymmetricGroup, name: str, block_size: int, held: int) -> BlockPool:
         """Collective: room for ``held`` blocks of ``block_size`` bytes that callers may hold without a copy, and the spare."""
-        size = _round_up(max(1, block_size))
+        size = round_up(max(1, block_size))
         pool = cls(group, name, (held + 1) * size)
         # The spare block is not lent out: a lease would keep the pool alive, and the pool the lease.
         pool._spare = pool.memory.local[:size]
@@ -199,7 +199,3 @@ def _touch(left: _Block, right: _Block) -> bool:
 
 def _merged(left: _Block, right: _Block) -> _Block:
     return _Block(left.offset, left.size + right.size, left.streams | right.streams)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // OFFSET_UNIT) * OFFSET_UNIT

@@ -62,6 +62,11 @@ OFFSET_UNIT = tl.constexpr(4096)
 ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
 
 
+def round_up(size: int, unit: int = OFFSET_UNIT.value) -> int:
+    """Return the next multiple of a unit, by default of that in which ranks announce where they receive."""
+    return -(-size // unit) * unit
+
+
 class ChannelArgs(NamedTuple):
     """The arguments that every kernel of a channel carries, as one argument; the attributes of a Channel say more of each.
 
@@ -115,7 +120,7 @@ def channel_args(
     The limit is rounded up to a multiple of 16: Triton compiles a kernel anew for a 1, and for what 16 does not divide.
     """
     lanes = triton.next_power_of_2(world)
-    poll_limit = -(-poll_limit // 16) * 16
+    poll_limit = round_up(poll_limit, 16)
     return ChannelArgs(flags, flag_addresses, state, control, poll_limit, constant(rank), constant(world), constant(lanes))
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dlrm_fused.symmetric.device import ChannelArgs
+from dlrm_fused.symmetric.device import ChannelArgs, round_up
 from dlrm_fused.symmetric.device_puts import put_args, put_bytes_kernel, read_bytes_kernel
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange
@@ -42,7 +42,7 @@ class Puts:
         channel: whose limit, faults and rank kernels use.
         slice_size: bytes; the same on all ranks.
         """
-        self._group, self._channel, self.slice_size = group, channel, _aligned(max(slice_size, 1))
+        self._group, self._channel, self.slice_size = group, channel, round_up(max(slice_size, 1), _ALIGNMENT)
         world, host_of = group.world_size, group.hosts.of_rank
 
         def box(rank: int, of: int) -> int:
@@ -51,7 +51,7 @@ class Puts:
 
         boxes = world - min(map(len, group.hosts.ranks))
         scratch = 2 * _SLOTS * world * 8
-        inbox = _aligned(scratch + 8)
+        inbox = round_up(scratch + 8, _ALIGNMENT)
         outbox = inbox + boxes * _SLOTS * self.slice_size
         self.memory = group.allocate(name, outbox + boxes * _SLOTS * self.slice_size)
         ranks = [group.put_numbers(), [box(peer, group.rank) for peer in range(world)]]
@@ -164,7 +164,3 @@ class _PutExchange(Exchange):
     def finish(self, deadline: float) -> None:
         for _ in self.arrivals(deadline):
             pass  # read by now, if the caller has asked for all
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, LookupLayout
+from dlrm_fused.symmetric.device import round_up
 from dlrm_fused.symmetric.hosts import Hosts
 
-_ALIGNMENT = 4096  # bytes: what a ready word can express
 # Bags of a feature, in the bytes that tell which partial sums are not empty, are rounded up to it.
 PRESENCE_UNIT = 16
 
@@ -64,7 +64,7 @@ class ByteLayout:
 
     def partial_sums_offset(self, rank: int) -> int:
         """Byte in a rank's staging memory where the partial sums of its first source begin."""
-        return _aligned(self.batch_sizes[rank] * self.layout.columns * self.wire_item) if self.is_staged else 0
+        return round_up(self.batch_sizes[rank] * self.layout.columns * self.wire_item) if self.is_staged else 0
 
     def sources(self, rank: int) -> int:
         """From how many a rank receives partial sums: the ranks of its host, and every other host as a whole.
@@ -86,11 +86,11 @@ class ByteLayout:
 
     def presence_offset(self, rank: int) -> int:
         """Byte in a rank's staging memory where it is told which partial sums are not empty."""
-        return self.partial_sums_offset(rank) + _aligned(self.sources(rank) * self._partial_bytes(rank))
+        return self.partial_sums_offset(rank) + round_up(self.sources(rank) * self._partial_bytes(rank))
 
     def presence_stride(self, rank: int) -> int:
         """Bytes between the features there: one for each bag, rounded up."""
-        return -(-self.batch_sizes[rank] // PRESENCE_UNIT) * PRESENCE_UNIT
+        return round_up(self.batch_sizes[rank], PRESENCE_UNIT)
 
     def _partial_bytes(self, rank: int) -> int:
         """Return the bytes of the partial sums that one source has for a rank."""
@@ -103,12 +103,12 @@ class ByteLayout:
     def host_parts_offset(self, server: int, served: int | None) -> int:
         """Byte in a rank's staging memory where its host's parts of the sums for a rank of another host begin, which it adds up
         and sends. None: behind all that it serves."""
-        offset = self.presence_offset(server) + _aligned(self.sources(server) * self._presence_bytes(server))
+        offset = self.presence_offset(server) + round_up(self.sources(server) * self._presence_bytes(server))
         if not self.layout.row_wise_columns:
             return offset
         hosts = replace(self.hosts, rank=server)
         before = itertools.takewhile(lambda rank: rank != served, hosts.served)
-        return offset + sum(_aligned(len(hosts.local) * self._partial_bytes(rank)) for rank in before)
+        return offset + sum(round_up(len(hosts.local) * self._partial_bytes(rank)) for rank in before)
 
     def gradients_size(self, rank: int) -> int:
         """Bytes of the gradients of all lookups of a rank."""
@@ -117,7 +117,7 @@ class ByteLayout:
     def gradients_offset(self, rank: int, lookup: int) -> int:
         """Byte where the gradients [global batch, width] of a rank's lookup begin."""
         before = self.layout.lookups[rank][:lookup]
-        return sum(_aligned(self.starts[-1] * other.width * self.gradient_item) for other in before)
+        return sum(round_up(self.starts[-1] * other.width * self.gradient_item) for other in before)
 
     def receivers(self, lookup: int) -> dict[int, int]:
         """By rank, in whose memory this one stores what a lookup has for it; without those to whom that is sent in a slice.
@@ -213,7 +213,3 @@ def runs_of(lookups: Iterable[LookupLayout]) -> list[tuple[int, int, int]]:
     own = list(lookups)
     columns = tuple(column for lookup in own for column in lookup.columns)
     return LookupLayout(columns, tuple(dim for lookup in own for dim in lookup.dims)).runs()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

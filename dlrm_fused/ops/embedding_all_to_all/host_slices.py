@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dlrm_fused.lasting import lasting_property
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import ByteLayout, Tile, runs_of
+from dlrm_fused.symmetric.device import round_up
 from dlrm_fused.symmetric.hosts import Hosts
 
 _ALIGNMENT = 16  # bytes that kernels store at a time
@@ -111,7 +112,7 @@ class HostSlices:
         begins, end = dict[int, int](), 0
         for rank in self._hosts.remote:
             begins[rank] = end
-            end += -(-self._size(rank) // _ALIGNMENT) * _ALIGNMENT
+            end += round_up(self._size(rank), _ALIGNMENT)
         return begins
 
     def _size(self, rank: int) -> int:

@@ -15,7 +15,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.workspace import Workspace, fingerprint_of
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, abort_peers_on_error
-from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
+from dlrm_fused.symmetric.device import begin, finish, peer_pointer, round_up, uses_kernels, wait_until_all_ready
 
 _DTYPES = (torch.int32, torch.int64)
 # Few programs: they wait for other ranks, and what they would wait for needs multiprocessors, too.
@@ -129,7 +129,7 @@ class FeatureExchange(Workspace):
     def _allocate(self, bags: int, values: int) -> None:
         """Memory for batches of so many bags and values of a rank. Collective."""
         self._release_memory()
-        self._most_bags, self._most_values = -(-bags // _BAG_UNIT) * _BAG_UNIT, values
+        self._most_bags, self._most_values = round_up(bags, _BAG_UNIT), values
         self._memory = self.group.allocate(self.name, self._words_end)
         # Views cost the host as much as launches do.
         self._received_words = self._view(self._word_begin(0, 0), torch.int64, self._words)
@@ -161,7 +161,7 @@ class FeatureExchange(Workspace):
 
     @property
     def _lengths_begin(self) -> int:
-        return _aligned(self._most_values * self.values_dtype.itemsize)
+        return round_up(self._most_values * self.values_dtype.itemsize, 256)
 
     def _length_bytes(self, slot: int, rank: int) -> int:
         return (slot * self.world_size + rank) * self._most_bags * self.lengths_dtype.itemsize
@@ -251,10 +251,6 @@ class SentFeatures:
                 WORLD=world, RUNS=triton.next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
             )  # fmt: skip
         return ReceivedFeatures(lengths, values, counts, bags)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
 
 
 @triton.jit

@@ -18,8 +18,7 @@ from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
-from dlrm_fused.symmetric.channel import OFFSET_UNIT
-from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.device import round_up, uses_kernels
 from dlrm_fused.symmetric.memory import readable
 
 logger = logging.getLogger("dlrm_fused")
@@ -81,15 +80,11 @@ def expert_memory(
     received_bytes, combined_bytes = destinations_at + rows * 4, slots * width * dtype.itemsize
     counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
     # There are blocks of each kind for calls that hold them until their backward passes, and a spare one.
-    blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(combined_bytes, OFFSET_UNIT))
+    blocks = (_HELD_CALLS + 1) * (round_up(received_bytes) + round_up(combined_bytes))
     symmetric_bytes = counts_bytes + flags_bytes + blocks
     return ExpertMemory(
         tile_rows, rows, slots, received_bytes, destinations_at, combined_bytes, symmetric_bytes, dtype.itemsize
     )
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
 
 
 class ExpertWorkspace(Workspace):
