@@ -185,9 +185,7 @@ def test_the_library_has_the_norm_of_the_kernel() -> None:
 
 
 def many_rows_in_chunks() -> None:
-    from dlrm_fused.ops.gemv_all_reduce import chunks as chunked_all_reduce
-
-    chunked_all_reduce._CHUNK_ELEMENTS = 700
+    schedule._SUMMED_ELEMENTS = 700
 
 
 def test_chunks_of_one_call_follow_each_other() -> None:
