@@ -21,6 +21,7 @@ from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
+from dlrm_fused.ops.schedules import schedule
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
