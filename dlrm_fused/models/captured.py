@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -196,22 +197,19 @@ class _Capture:
         return [*(next(gradients) if needed else None for needed in self._needs_gradient), *gradients]
 
 
+@dataclass
 class _Run:
     """One call that is not captured, with all gradients at once, as a :class:`_Capture` gives them."""
 
-    call = 0
-
-    def __init__(
-        self, function: Callable[..., Any], parameters: list[nn.Parameter], takes_gradients: TakesGradients | None
-    ) -> None:
-        self._function = function
-        self.parameters = parameters
-        self.takes_gradients = takes_gradients
+    function: Callable[..., Any]
+    parameters: list[nn.Parameter]
+    takes_gradients: TakesGradients | None
+    call: int = 0
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._read = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         with torch.enable_grad():
-            results = _as_tuple(self._function(*self._read))
+            results = _as_tuple(self.function(*self._read))
         self._differentiable = results[0]
         return tuple(result.detach() for result in results)
 

@@ -77,14 +77,16 @@ def embedding_seconds(timeline: Timeline) -> float:
     return timeline[last].end - timeline[first].start
 
 
+@dataclass
 class _Step:
-    def __init__(
-        self, work: Workload, machine: Machine, topology: Topology, algorithms: Algorithms, dtype: str, is_fused: bool
-    ) -> None:
-        self._work, self._machine, self._topology = work, machine, topology
-        self._algorithms, self._dtype, self._is_fused = algorithms, dtype, is_fused
-        self._last = ""
-        self._last_gradients: tuple[str, ...] = ()
+    _work: Workload
+    _machine: Machine
+    _topology: Topology
+    _algorithms: Algorithms
+    _dtype: str
+    _is_fused: bool
+    _last: str = ""
+    _last_gradients: tuple[str, ...] = ()
 
     def tasks(self) -> Iterator[Task]:
         work, machine = self._work, self._machine

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -103,8 +102,7 @@ class _MeanInThread:
 
     def __init__(self, group: SymmetricGroup, sums: SumOverHosts) -> None:
         self._world_size, self._sums = group.world_size, sums
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_run_all, args=(self._queue,), name="dlrm_fused dense gradients", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "dlrm_fused dense gradients")
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         gradients, done = bucket.buffer(), Future[Tensor | Exception]()
@@ -115,12 +113,9 @@ class _MeanInThread:
             except Exception as error:
                 done.set_result(error)
 
-        self._queue.put(work)
+        self._thread.submit(work)
         # DDP would take an exception of `done` for a result; what is raised here ends the backward pass.
         return done.then(_result)
-
-    def __del__(self) -> None:
-        self._queue.put(None)
 
 
 def _result(done: Future[Tensor | Exception]) -> Tensor:
@@ -128,9 +123,3 @@ def _result(done: Future[Tensor | Exception]) -> Tensor:
     if isinstance(result, Exception):
         raise result
     return result
-
-
-def _run_all(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (work := works.get()) is not None:
-        work()
-        del work

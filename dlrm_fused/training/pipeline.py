@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -105,16 +106,16 @@ class TrainingPipeline(SparseDistPipeline[Batch, Output]):
             self._timer.start("dense_forward")
 
 
+@dataclass(frozen=True)
 class _TimedOptimizer:
     """The calls that the pipeline makes of an optimizer, with the update's time taken."""
 
-    def __init__(self, optimizer: CombinedOptimizer, timer: StepTimer) -> None:
-        self._optimizer = optimizer
-        self._timer = timer
+    optimizer: CombinedOptimizer
+    timer: StepTimer
 
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def step(self) -> None:
-        with self._timer.part("optimizer"):
-            self._optimizer.step()
+        with self.timer.part("optimizer"):
+            self.optimizer.step()

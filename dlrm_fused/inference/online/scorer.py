@@ -203,7 +203,7 @@ class OnlineScorer:
         if bucket.graph is None:
             probabilities = self._probabilities(inputs, history)
         else:
-            bucket.launch()
+            bucket.graph.replay()
             # Weights are compared while the GPU computes.
             if self._buckets.generation != self._weights():
                 bucket.probabilities()
@@ -380,11 +380,6 @@ class _Bucket:
             with recorder.record() as graph:
                 request()
         self._on_device, self.graph = on_device, graph
-
-    def launch(self) -> None:
-        """Begin to compute the request in ``inputs``."""
-        assert self.graph is not None
-        self.graph.replay()
 
     def probabilities(self) -> Tensor:
         """Wait for the request that was launched; return its probabilities, which the next one overwrites."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dlrm_fused.sharding.tables import data_parallel_tables, is_table, table_nam
 _STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
 
 
+@dataclass(eq=False)
 class LocalShards:
     """A tensor that is sharded over ranks, with the shards of this one; DCP reads and writes it like its own sharded tensors.
 
@@ -27,12 +29,9 @@ class LocalShards:
         is_written: whether this rank writes its shards; false where another rank holds the same ones and does.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], shards: Sequence[tuple[tuple[int, ...], Tensor]], is_written: bool = True
-    ) -> None:
-        self.shape = shape
-        self.shards = list(shards)
-        self.is_written = is_written
+    shape: tuple[int, ...]
+    shards: Sequence[tuple[tuple[int, ...], Tensor]]
+    is_written: bool = True
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LocalShards:
         return LocalShards(self.shape, [(at, function(tensor)) for at, tensor in self.shards], self.is_written)
