@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,8 @@ class _MeanInThread:
 
     def __init__(self, group: SymmetricGroup, sums: SumOverHosts) -> None:
         self._world_size, self._sums = group.world_size, sums
-        self._thread = ThreadPoolExecutor(1, "dlrm_fused dense gradients")
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_all, args=(self._queue,), name="dlrm_fused dense gradients", daemon=True).start()
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         gradients, done = bucket.buffer(), Future[Tensor | Exception]()
@@ -113,9 +115,12 @@ class _MeanInThread:
             except Exception as error:
                 done.set_result(error)
 
-        self._thread.submit(work)
+        self._queue.put(work)
         # DDP would take an exception of `done` for a result; what is raised here ends the backward pass.
         return done.then(_result)
+
+    def __del__(self) -> None:
+        self._queue.put(None)
 
 
 def _result(done: Future[Tensor | Exception]) -> Tensor:
@@ -123,3 +128,9 @@ def _result(done: Future[Tensor | Exception]) -> Tensor:
     if isinstance(result, Exception):
         raise result
     return result
+
+
+def _run_all(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := works.get()) is not None:
+        work()
+        del work
