@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
@@ -56,11 +55,6 @@ def set_fused_params(weight: nn.Parameter, optimizer: type[torch.optim.Optimizer
 def environment(module: ShardedEmbeddingBagCollection) -> ShardingEnv:
     """Return the ranks that a module is sharded over."""
     return module._env
-
-
-def process_group(module: ShardedEmbeddingBagCollection) -> dist.ProcessGroup | None:
-    """Return the process group of those ranks."""
-    return module._env.process_group
 
 
 def device(module: ShardedEmbeddingBagCollection) -> torch.device:

@@ -63,14 +63,9 @@ def gloo_uses(setting: str | None, interfaces: Sequence[Interface], host_address
     if setting is not None:
         there = {interface.name for interface in interfaces}
         return [name for name in setting.split(",") if name in there]
-    return [
-        interface.name for interface in interfaces if host_address in interface.addresses or _covers(interface, host_address)
-    ]
-
-
-def _covers(interface: Interface, address: str) -> bool:
     # Debian gives a host's name the address 127.0.1.1, which no interface lists.
-    return interface.is_loopback and address.startswith("127.")
+    is_loopback = host_address.startswith("127.")
+    return [i.name for i in interfaces if host_address in i.addresses or (is_loopback and i.is_loopback)]
 
 
 def nccl_uses(setting: str | None, interfaces: Sequence[Interface]) -> list[str]:

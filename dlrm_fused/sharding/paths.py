@@ -122,7 +122,7 @@ class MeasuringPath(TorchRecPath):
                 both = measure_both(
                     partial(candidate.look_up, candidate.exchange.call(ctx, input)),
                     partial(_look_up_by_torchrec, module, shardings, ctx, input),
-                    cast(dist.ProcessGroup, compat.process_group(module)),
+                    cast(dist.ProcessGroup, compat.environment(module).process_group),
                     group.device,
                     work=f"{compat.path(module)}: {', '.join(kinds[i] for i in shardings)} tables",
                     unfused_name="TorchRec",

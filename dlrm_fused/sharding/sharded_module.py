@@ -104,7 +104,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _check_options(self) -> None:
         """Ranks with other options would make other collective calls, and wait for each other."""
-        group = compat.process_group(self)
+        group = compat.environment(self).process_group
         if group is None or dist.get_backend(group) == "fake":
             return
         options = gather_or_raise(lambda: self.options, group, compat.device(self))
@@ -162,7 +162,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         of_module, group = self._reason_against_module(device), None
         if of_module is None and None in reasons.values():
             try:
-                group = symmetric_group(compat.process_group(self), device)
+                group = symmetric_group(compat.environment(self).process_group, device)
             except CommunicationError as error:  # raised by all ranks
                 of_module = str(error)
         return {name: reason or of_module for name, reason in reasons.items()}, group
@@ -170,7 +170,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _reason_against_module(self, device: torch.device) -> str | None:
         if isinstance(compat.environment(self), ShardingEnv2D):
             return "2D parallelism"
-        if compat.process_group(self) is None or dist.get_backend(compat.process_group(self)) == "fake":
+        if compat.environment(self).process_group is None or dist.get_backend(compat.environment(self).process_group) == "fake":
             return "there is no process group"
         if device.type not in ("cpu", "cuda"):
             return f"device {device}"
