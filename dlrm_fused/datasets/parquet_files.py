@@ -1,20 +1,9 @@
 """Parquet files of samples: what their columns mean, and reading a row group.
 
-The columns of all files are the same, and their types tell what they are:
-
-==========================  ==============================================================================
-column                      content
-==========================  ==============================================================================
-a label                     0 or 1, of any numeric type or bool
-the weight of samples       what each sample counts, finite and 0 or more, of any numeric type; there need be none
-floating-point numbers      a dense feature, already transformed; there need be none
-whole numbers               ids of a sparse feature, one a sample
-lists of whole numbers      ids of a jagged sparse feature
-==========================  ==============================================================================
-
-The config names the columns of labels, unless there is one called ``label``, and that of weights. Nulls are not allowed. The
-metadata of the field of a sparse feature may state the ``rows`` of its table and its ``pooling_factor``, as
-``data/prepare.py parquet`` writes them.
+The columns of all files are the same, and their types tell what they are: labels and the weight of samples, which the config
+names, dense features of floating-point numbers, sparse ones of whole numbers or lists of them, none of them null
+(docs/own_data.md#without-preparing-it). The metadata of the field of a sparse feature may state the ``rows`` of its table and
+its ``pooling_factor``, as ``data/prepare.py parquet`` writes them.
 """
 
 from __future__ import annotations

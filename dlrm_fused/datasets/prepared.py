@@ -1,4 +1,4 @@
-"""Reader of the sets that data/prepare.py writes; :mod:`dlrm_fused.datasets.schema` describes the files."""
+"""Reader of the sets that data/prepare.py writes; data/README.md describes the files."""
 
 from __future__ import annotations
 

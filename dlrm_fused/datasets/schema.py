@@ -2,25 +2,9 @@
 
 A prepared set is a folder with ``dataset.json`` (a :class:`DatasetSchema`, the rows of each split, and how it was made),
 ``checksums.json`` (checksums of the other files, except those that people may change: :mod:`dlrm_fused.checksums`)
-and one folder per split (``train``, ``validation``, ``test``) of ``.npy`` files, all memory-mapped when read:
-
-===========================  ==================  ==========================================================
-file                         shape, dtype        content
-===========================  ==================  ==========================================================
-``labels.npy``               [rows] uint8        0 or 1; [rows, L] of L > 1 labels
-``weights.npy``              [rows] float32      what each sample counts, 0 or more; only in sets with weights
-``dense.npy``                [rows, D] float32   dense features, already transformed
-``single.npy``               [rows, S] int32     ids of the features with exactly one id a sample, in schema order
-``<feature>.values.npy``     [total] int32       ids of a jagged feature, sample after sample
-``<feature>.offsets.npy``    [rows + 1] int64    where each sample's ids begin in ``values``
-``history.npy``              [rows, 3] int64     first, stop, candidate: positions in ``interactions``, see below
-===========================  ==================  ==========================================================
-
-With token features, each sample has a history of past interactions. All interactions of all splits are stored once, user
-after user and in order of time, in the folder ``interactions``: ``single.npy`` and pairs of ``<feature>.values.npy`` and
-``<feature>.offsets.npy`` as above, with a row for each interaction and the token features as columns. A sample's history is
-the rows [first, stop), oldest first, and the tokens of what is to be predicted are those of the row ``candidate``, which
-comes after them; where several interactions have the time of the candidate, ``stop`` is the first of them.
+and one folder per split (``train``, ``validation``, ``test``) of ``.npy`` files, which are memory-mapped when read.
+data/README.md lists them. With token features, each sample has a history of past interactions: a window into those of all
+splits, which are stored once, user after user and in order of time, in the folder ``interactions``.
 """
 
 from __future__ import annotations

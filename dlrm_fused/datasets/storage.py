@@ -46,7 +46,14 @@ def map_array(
         raise DataError(f"{path}: missing") from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: damaged or truncated ({error}); make it again") from None
-    check_array(array, str(path), shape, dtypes)
+    fits = len(array.shape) == len(shape) and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
+    if not fits or array.dtype.name not in dtypes:
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise DataError(
+            f"{path}: holds {array.dtype.name} of shape {list(array.shape)}, expected {' or '.join(dtypes)} of shape [{wanted}]"
+        )
+    if not array.flags.c_contiguous:
+        raise DataError(f"{path}: stored in column-major order, expected row-major; write it with np.ascontiguousarray")
     return array
 
 
@@ -113,18 +120,6 @@ class CheckedRows:
         return ranges(first, last - first + 1) if self._row_bytes > BLOCK_BYTES else np.concatenate([first, last])
 
 
-def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
-    """Raise DataError unless a mapped array is what :func:`map_array` expects; ``name`` is for the message."""
-    fits = len(array.shape) == len(shape) and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
-    if not fits or array.dtype.name not in dtypes:
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise DataError(
-            f"{name}: holds {array.dtype.name} of shape {list(array.shape)}, expected {' or '.join(dtypes)} of shape [{wanted}]"
-        )
-    if not array.flags.c_contiguous:
-        raise DataError(f"{name}: stored in column-major order, expected row-major; write it with np.ascontiguousarray")
-
-
 def check_below(ids: NDArray[Any], rows: int, feature: str, where: str, remedy: str = PREPARE_AGAIN) -> None:
     """Raise DataError unless all ids are in [0, rows)."""
     if not ids.size:
@@ -160,7 +155,7 @@ class IdColumns:
     """The mapped ids of several features: ``single.npy``, and values and offsets of each jagged feature.
 
     Args:
-        folder: holds the files that :mod:`dlrm_fused.datasets.schema` describes.
+        folder: holds the files that data/README.md describes.
 
     Raises:
         DataError: if a file is missing, truncated, or of another shape or type.

@@ -1,17 +1,7 @@
 """Makes model inputs of the columns of a table: learned from training rows, saved, and applied to any rows later.
 
-A transformation is a folder with ``transformation.json`` and, for each sparse feature with a vocabulary, these files:
-
-=======================  =============  ==================================================================
-file                     dtype          content
-=======================  =============  ==================================================================
-``<name>.keys.npy``      [V] int64      keys of the kept values, ascending
-``<name>.ids.npy``       [V] int32      the id of each key
-``<name>.values.npy``    [V] int64      whole numbers: the value of id ``FIRST_KEPT + i`` at position i; uint64 if one is
-..                                      beyond int64
-..                       [bytes] uint8  text: the UTF-8 of all values, one after the other, in order of their ids
-``<name>.offsets.npy``   [V + 1] int64  text only: where each value begins
-=======================  =============  ==================================================================
+A transformation is a folder with ``transformation.json`` and, for each sparse feature with a vocabulary, the keys of the kept
+values, ascending, the id of each key, and the values in order of their ids: data/README.md lists the files.
 
 Ids are found by a value's *key*, 64 bits that are different for different whole numbers, and for different texts as good as
 surely: among 10 million texts two have the same key with a probability of 3 in a million.

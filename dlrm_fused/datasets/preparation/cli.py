@@ -73,11 +73,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def _max_malformed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-malformed",
-        type=_share,
-        default=0.001,
-        metavar="SHARE",
-        help="largest share of malformed lines (default 0.001)",
+        "--max-malformed", type=_share, default=0.001, metavar="SHARE", help="largest share of malformed lines (default 0.001)"
     )
 
 
@@ -91,9 +87,7 @@ def _share(text: str) -> float:
 def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("movielens", help="MovieLens 100K, 1M, 10M, 20M, 25M")
     parser.add_argument(
-        "--source",
-        required=True,
-        help="folder of a release, or 'recbole' to download the 100K one from PyPI's recbole package",
+        "--source", required=True, help="folder of a release, or 'recbole' to download the 100K one from PyPI's recbole package"
     )
     _common(parser)
     parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
