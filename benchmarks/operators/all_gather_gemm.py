@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.harness import Work, World
+from benchmarks.operators import stress
 from benchmarks.operators.case import (
     DTYPE,
     SUM_TOLERANCE,
@@ -171,6 +172,44 @@ def all_cells() -> list[Layer]:
     return [Layer(m, n, k, pair) for pair, shapes in of_pairs.items() for (n, k), m in itertools.product(shapes, ROWS)]
 
 
+# Shapes of the stress test: M for each rank, N, K.
+STRESSED = ((33, 1024, 1024), (256, 1536, 1024), (768, 512, 2048))
+STRESSED_TINY = ((3, 16, 16), (7, 8, 32))
+
+
+def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
+    """Products by every schedule, which share one workspace. Collective."""
+    shapes = STRESSED_TINY if tiny else STRESSED
+    cells = [Layer(rows * world.size, columns, depth, pair) for pair in PAIRS for rows, columns, depth in shapes]
+    workspace = new_workspace(world, cells, "stress")
+    return [
+        stressed(world, workspace, cell, schedule, number)
+        for number, cell in enumerate(cells)
+        for schedule in (*schedules_of(cell.pair), "library")
+    ]
+
+
+def stressed(world: World, workspace: ShardWorkspace, cell: Layer, schedule: str, number: int) -> stress.Work:
+    """One product; its number says which operands it has."""
+    ((x, weight),) = draw_operands(world, cell.rows(world.size)[0], cell.n, cell.k, seed=number)
+    tolerance = tolerance_of(cell.pair)
+
+    @torch.no_grad()
+    def multiply(by: str) -> list[Tensor]:
+        return [call(workspace, cell.pair, x, weight, by)]
+
+    return stress.Work(
+        f"{cell.pair} {cell.name} {schedule}",
+        workspace,
+        lambda delay: multiply(schedule),
+        stress.equal_within(tolerance, partial(in_fp64, cell.pair, x, weight)),
+        {"layer": asdict(cell), "schedule": schedule},
+        tolerance_to_one_host=None if cell.pair.moves_first else tolerance,
+        # Between hosts all rows are gathered, and then multiplied by the library.
+        as_between_hosts=lambda: multiply("library" if cell.pair.moves_first else schedule),
+    )
+
+
 OPERATOR = Operator(
     open=LayerCase,
     sets={
@@ -181,4 +220,5 @@ OPERATOR = Operator(
     stages=lambda cell: [str(cell.pair)],
     key="pair",
     to_compile=to_compile,
+    works=works,
 )

@@ -8,12 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from benchmarks.common.harness import HALF, Work, World, relative_error
+from benchmarks.operators import stress
 
 # One or several calls of a contestant.
 Pass = Callable[[], object]
@@ -79,6 +80,10 @@ def _nothing_to_compile(world: World, cells: Sequence[Any]) -> Sequence[Pass]:
     return []
 
 
+class Works(Protocol):
+    def __call__(self, world: World, *, tiny: bool) -> Sequence[stress.Work]: ...
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator's benchmark.
@@ -88,12 +93,14 @@ class Operator:
         sets: of cells, by name; each cell is a dataclass with a ``name``. ``all`` is measured unless another is asked for.
         stages: of a cell, each measured for a record of its own; report.py has their titles.
         key: of a record, for the stage.
+        works: returns the pieces of the stress test. Collective.
         to_compile: returns calls with the kernels of all cells, which are compiled before the first is timed. Collective.
     """
 
     open: Callable[[World, Any], Case]
     sets: Mapping[str, Callable[[], Sequence[Any]]]
     stages: Callable[[Any], Sequence[str]]
+    works: Works
     key: str = "stage"
     to_compile: Callable[[World, Sequence[Any]], Sequence[Pass]] = _nothing_to_compile
 

@@ -25,6 +25,7 @@ from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbed
 
 from benchmarks.common.harness import Work, World, relative_error, synchronize, time_interleaved
 from benchmarks.operators.case import TIMEOUT_SECONDS, Case, Operator, Pass
+from benchmarks.operators.embedding_all_to_all_stress import works
 from benchmarks.operators.embedding_lookups import (
     Cell,
     Lookup,
@@ -311,4 +312,5 @@ OPERATOR = Operator(
         "all": lambda: [*full_cells(), *row_wise_cells(full_cells())],
     },
     stages=lambda cell: ["row_wise_forward", "row_wise_training"] if cell.row_wise else ["forward", "training"],
+    works=works,
 )

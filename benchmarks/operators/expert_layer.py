@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.harness import Work, World, compile_ahead, relative_error
+from benchmarks.operators import stress
 from benchmarks.operators.case import DTYPE, TIMEOUT_SECONDS, Case, Operator, Pass
 from dlrm_fused.config import Gate
 from dlrm_fused.models.expert_parallel import ExpertComputation
@@ -212,6 +213,51 @@ def all_layers() -> list[Layer]:
     return [layer for layer in layers if layer.routing == "balanced" or layer.top_k < layer.experts]  # all experts: no skew
 
 
+# Layers of the stress test. Experts are those of a rank; the last layer has a rank without tokens.
+STRESSED = (
+    Layer(2, 2, 1024, 2048, 1000, "balanced"),
+    Layer(8, 8, 512, 256, 700, "zipf"),
+    Layer(2, 1, 256, 512, 64, "zipf"),
+)
+STRESSED_TINY = (Layer(2, 2, 8, 16, 10, "zipf"), Layer(1, 1, 16, 8, 5, "balanced"))
+_REPEATS = 3
+
+
+def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
+    """Layers have a workspace each, and several inputs, so that a result that is left from another call differs. Collective."""
+    cells = [replace(cell, experts=cell.experts * world.size) for cell in (STRESSED_TINY if tiny else STRESSED)]
+    found: list[stress.Work] = []
+    for cell in cells:
+        workspace = new_workspace(world, cell, f"stress {cell.name}")
+        is_idle = cell is cells[-1] and world.rank == 1
+        found += [stressed(world, workspace, cell, number, 0 if is_idle else cell.tokens) for number in range(_REPEATS)]
+    return found
+
+
+def stressed(world: World, workspace: ExpertWorkspace, cell: Layer, number: int, tokens: int) -> stress.Work:
+    """A layer with its router.
+
+    Args:
+        tokens: of this rank.
+    """
+    computation = ExpertComputation(world.group, workspace)
+    data = LayerData(world, replace(cell, tokens=tokens), seed=number)
+    names: list[str] = []
+
+    def compute(_: Callable[[], None]) -> list[Tensor]:
+        results = data.compute(computation, training=True)
+        names[:] = results
+        return list(results.values())
+
+    def check(first: Sequence[Tensor]) -> tuple[float, bool]:
+        compared = compared_with_baseline(world, data, dict(zip(names, first, strict=True)))
+        return max(compared["errors"].values()), compared["passed"]
+
+    # A graph would keep what the layer holds for its backward pass.
+    description = {"layer": asdict(cell), "tokens": world.gather(tokens)}
+    return stress.Work(cell.name, workspace, compute, check, description, in_graph=False)
+
+
 OPERATOR = Operator(
     open=LayerCase,
     sets={
@@ -221,4 +267,5 @@ OPERATOR = Operator(
         "all": all_layers,
     },
     stages=lambda cell: ["layer_forward", "layer_training"],
+    works=works,
 )

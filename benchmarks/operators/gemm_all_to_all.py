@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.harness import Work, World
+from benchmarks.operators import stress
 from benchmarks.operators.case import (
     DTYPE,
     TIMEOUT_SECONDS,
+    TOLERANCE,
     MatrixProduct,
     Multiply,
     Operator,
@@ -25,6 +27,7 @@ from benchmarks.operators.case import (
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
+from dlrm_fused.symmetric.device import uses_kernels
 
 SCHEDULES = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered", "library")
 # (M, N, K): rows of x on each rank, columns of the result, depth; of first and second matrices of experts.
@@ -61,6 +64,14 @@ def new_workspace(world: World, cells: Sequence[Product], name: str) -> GemmWork
         dtype=DTYPE,
         timeout_seconds=TIMEOUT_SECONDS,
     )
+
+
+def in_fp64(x: Tensor, weight: Tensor) -> Tensor:
+    """The result. Collective."""
+    product = x.double() @ weight.double().t()
+    received = torch.empty_like(product)
+    dist.all_to_all_single(received, product)
+    return received
 
 
 class GemmCase(ProductCase):
@@ -113,12 +124,7 @@ class GemmCase(ProductCase):
         for workspace in self.workspaces:
             workspace.raise_fault()
         x, weight = self.operands[-1]
-        product = x.double() @ weight.double().t()
-        if stage == "gemm":
-            return product
-        received = torch.empty_like(product)
-        dist.all_to_all_single(received, product)
-        return received
+        return x.double() @ weight.double().t() if stage == "gemm" else in_fp64(x, weight)
 
     def phases(self, stage: str) -> Sequence[Work]:
         return [self.cell.work(self.world.size if stage == "op" else 1)]
@@ -155,6 +161,42 @@ def to_compile(world: World, cells: Sequence[Product]) -> Sequence[Pass]:
     return [partial(call, cell, schedule) for cell in cells for schedule in ("kernel", "chunks")]
 
 
+# Products of the stress test, with M for each rank.
+STRESSED = (Product(33, 1024, 1024), Product(256, 4096, 1024), Product(512, 1024, 4096), Product(1024, 7168, 512))
+STRESSED_TINY = (Product(3, 16, 8), Product(7, 8, 16))
+_REPEATS = 3
+
+
+def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
+    """Several works of each shape with other operands, so that a result of another call is seen. Collective."""
+    cells = [replace(cell, m=cell.m * world.size) for cell in (STRESSED_TINY if tiny else STRESSED)]
+    workspace = new_workspace(world, cells, "stress")
+    return [stressed(world, workspace, cell, i * _REPEATS + j) for i, cell in enumerate(cells) for j in range(_REPEATS)]
+
+
+def stressed(world: World, workspace: GemmWorkspace, cell: Product, number: int) -> stress.Work:
+    """One product; its number says which operands it has, and its schedule."""
+    schedule = SCHEDULES[number % len(SCHEDULES)]
+    ((x, weight),) = draw_operands(world, cell.m, cell.n, cell.k, seed=number)
+
+    @torch.no_grad()
+    def multiply(by: str) -> list[Tensor]:
+        return [gemm_all_to_all(workspace, x, weight, schedule=by)]
+
+    # Without kernels torch multiplies: between hosts the rows of each rank by themselves, which may change bits.
+    is_of_torch = schedule != "library" and not uses_kernels(world.device)
+    return stress.Work(
+        f"{cell.name} {schedule}",
+        workspace,
+        lambda delay: multiply(schedule),
+        stress.equal_within(TOLERANCE, partial(in_fp64, x, weight)),
+        {"product": asdict(cell), "schedule": schedule},
+        tolerance_to_one_host=TOLERANCE if is_of_torch else None,
+        # Between hosts all schedules but the library's are one, which has the bits of the kernel.
+        as_between_hosts=lambda: multiply("library" if schedule == "library" else "kernel"),
+    )
+
+
 OPERATOR = Operator(
     open=GemmCase,
     sets={
@@ -166,4 +208,5 @@ OPERATOR = Operator(
     },
     stages=lambda cell: ["gemm", "op"] if torch.cuda.is_available() else ["op"],
     to_compile=to_compile,
+    works=works,
 )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+import triton
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
-from benchmarks.common.harness import Work, World
+from benchmarks.common.harness import Work, World, relative_error
+from benchmarks.operators import stress
 from benchmarks.operators.case import (
     DTYPE,
     SUM_TOLERANCE,
@@ -35,6 +37,7 @@ SHAPES = ((1024, 4096), (2048, 8192), (4096, 16384), (5120, 13824), (8192, 8192)
 ROWS, LARGE_ROWS = (1, 2, 4, 8, 16, 32, 64), (2048, 4096, 8192, 16384)
 # The all-reduces over torch's symmetric memory.
 SYMMETRIC = ("one_shot", "two_shot")
+_NORM_EPS = 1e-6
 # A pass of few rows makes at least so many calls, so that the launch of a graph does not count.
 _CALLS_OF_A_PASS = 48
 
@@ -206,6 +209,59 @@ def cells_of(*rows: int) -> list[Cell]:
     return [Cell(m, n, k) for (n, k), m in itertools.product(SHAPES, rows)]
 
 
+# Shapes of the stress test: (m, N, K); K of all ranks together is K times their number.
+STRESSED = (
+    *((1, 1024, 1024), (2, 8192, 2048), (5, 2048, 2048), (16, 4096, 4096), (33, 5120, 3456), (64, 8192, 2048)),
+    (300, 1024, 512),
+)
+STRESSED_TINY = ((1, 16, 16), (3, 32, 24), (70, 16, 16))
+
+
+def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
+    """Several works of each shape with other operands, so that a result of another call is seen. Collective."""
+    cells = [Cell(m, n, k * world.size) for m, n, k in (STRESSED_TINY if tiny else STRESSED)]
+    workspace = new_workspace(world, cells, "stress")
+    return [stressed(world, workspace, cell, i + j) for i, cell in enumerate(cells) for j in range(2 if tiny else 3)]
+
+
+def stressed(world: World, workspace: GemvWorkspace, cell: Cell, number: int) -> stress.Work:
+    """One product with what follows it, by its number: nothing; bias and residual; these and a norm."""
+    depth, followed = cell.depth(world.size), number % 3
+    ((x, weight),) = draw_operands(world, cell.m, cell.n, depth, seed=number, whole_depth=cell.k)
+    generator = torch.Generator().manual_seed(number)
+    shapes = ((cell.n,), (cell.m, cell.n), (cell.n,))
+    drawn = [torch.randn(shape, generator=generator).to(world.device, DTYPE) for shape in shapes]
+    bias, residual = (drawn[0], drawn[1]) if followed else (None, None)
+    # Programs of a norm wait for each other; Triton's interpreter runs one after the other.
+    gain = drawn[2] if followed == 2 and not triton.knobs.runtime.interpret else None
+    # The norm is rounded once more than the sum.
+    tolerance = (1 if gain is None else 2) * tolerance_of(cell, world)
+
+    @torch.no_grad()
+    def compute(_: Callable[[], None]) -> list[Tensor]:
+        results = gemv_all_reduce(workspace, x, weight, bias, residual, gain, norm_eps=_NORM_EPS)
+        return [result for result in results if result is not None]
+
+    def expected() -> list[Tensor]:
+        out = x.double() @ weight.double().t()
+        dist.all_reduce(out)
+        if bias is not None and residual is not None:
+            out = out + bias.double() + residual.double()
+        return [out] if gain is None else [out, rms_norm(out, (cell.n,), gain.double(), _NORM_EPS)]
+
+    def check(first: Sequence[Tensor]) -> tuple[float, bool]:
+        """Against fp64, and against rank 0."""
+        error = max(relative_error(*pair) for pair in zip(first, expected(), strict=True))
+        of_first_rank = [result.clone() for result in first]
+        for result in of_first_rank:
+            dist.broadcast(result, src=0)
+        same = not any(int(stress.count_differing(*pair)) for pair in zip(first, of_first_rank, strict=True))
+        return error, error <= tolerance and same
+
+    description = {**asdict(cell), "with_bias_and_residual": bias is not None, "with_norm": gain is not None}
+    return stress.Work(cell.name, workspace, compute, check, description, tolerance_to_one_host=tolerance)
+
+
 OPERATOR = Operator(
     open=GemvCase,
     sets={
@@ -220,4 +276,5 @@ OPERATOR = Operator(
     stages=lambda cell: ["large" if cell.is_large else "small"],
     key="size",
     to_compile=to_compile,
+    works=works,
 )

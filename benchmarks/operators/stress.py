@@ -15,7 +15,6 @@ be. ``--tiny`` is small enough for compute-sanitizer and the CPU.
 from __future__ import annotations
 
 import argparse
-import importlib
 import random
 import time
 from collections import deque
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.common.harness import World, captured, compile_ahead, describe_run, relative_error, synchronize
 from benchmarks.common.results import write_results
-from benchmarks.operators import killed_rank
+from benchmarks.operators import killed_rank, load
 
 # The longest usual delay, in microseconds.
 _DELAY, _DELAY_OF_TINY = 20.0, 200.0
@@ -200,15 +199,25 @@ class Replays:
         return seconds
 
 
-def works_of(operator: str, world: World, options: argparse.Namespace) -> Sequence[Work]:
+def equal_within(tolerance: float, expected: Callable[[], Tensor]) -> Callable[[Sequence[Tensor]], tuple[float, bool]]:
+    """A check of the one tensor that a piece gives, by its largest relative error."""
+
+    def check(first: Sequence[Tensor]) -> tuple[float, bool]:
+        with torch.no_grad():
+            error = relative_error(first[0], expected())
+        return error, error <= tolerance
+
+    return check
+
+
+def works_of(world: World, options: argparse.Namespace) -> Sequence[Work]:
     """All pieces of a run, with the same inputs whichever ranks are a host. Collective."""
-    works: Sequence[Work] = importlib.import_module(f"benchmarks.operators.{operator}_stress").works(world, tiny=options.tiny)
-    return works
+    return load(options.operator).works(world, tiny=options.tiny)
 
 
-def results_on_one_host(operator: str, world: World, options: argparse.Namespace) -> list[list[Tensor]]:
+def results_on_one_host(world: World, options: argparse.Namespace) -> list[list[Tensor]]:
     """Return the results that each piece must give, whichever ranks are a host. Collective."""
-    works = works_of(operator, replace(world, symmetric=world.one_host), options)
+    works = works_of(replace(world, symmetric=world.one_host), options)
     results = [[result.detach().clone() for result in work.on_one_host()] for work in works]
     synchronize(world.device)
     for work in works:
@@ -228,8 +237,8 @@ def compared_with_one_host(world: World, work: Work, expected: Sequence[Tensor])
 
 def stress_on(world: World, options: argparse.Namespace) -> bool:
     """All repetitions, and the report; whether no element differed. Collective."""
-    on_one_host = results_on_one_host(options.operator, world, options) if world.symmetric.hosts.are_many else None
-    works = works_of(options.operator, world, options)
+    on_one_host = results_on_one_host(world, options) if world.symmetric.hosts.are_many else None
+    works = works_of(world, options)
     replays = Replays(world, works, options)
     world.log(f"{len(works)} pieces of work are right; largest relative error {max(replays.errors):.1e}")
     compared: list[tuple[bool, dict[str, float]]] = [(True, {}) for _ in works]
@@ -270,5 +279,5 @@ def stress(options: argparse.Namespace) -> int:
     return killed_rank.run(
         options,
         stress_on,
-        lambda world, options: Replays(world, works_of(options.operator, world, options), options).repeat_and_look,
+        lambda world, options: Replays(world, works_of(world, options), options).repeat_and_look,
     )

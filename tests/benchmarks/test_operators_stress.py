@@ -33,10 +33,10 @@ ON_THE_CPU = ("all_gather_gemm", "expert_layer", "gemm_all_to_all", "gemv_all_re
 TWO_BY_TWO = ("--slices-by", "messages", "--ranks-per-host", "2")
 # A mistake is put into these: a module, and the operator as it calls it.
 CALLED = {
-    "gemv_all_reduce": ("benchmarks.operators.gemv_all_reduce_stress", "gemv_all_reduce"),
-    "gemm_all_to_all": ("benchmarks.operators.gemm_all_to_all_stress", "gemm_all_to_all"),
+    "gemv_all_reduce": ("benchmarks.operators.gemv_all_reduce", "gemv_all_reduce"),
+    "gemm_all_to_all": ("benchmarks.operators.gemm_all_to_all", "gemm_all_to_all"),
     "expert_layer": ("dlrm_fused.models.expert_parallel", "expert_layer_with_slots"),
-    "all_gather_gemm": ("benchmarks.operators.all_gather_gemm_stress", "call"),
+    "all_gather_gemm": ("benchmarks.operators.all_gather_gemm", "call"),
 }
 
 
