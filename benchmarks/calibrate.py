@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -27,17 +26,17 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.common.environment import describe_environment, device_name
+from benchmarks.common.environment import device_name
+from benchmarks.common.harness import World, describe_run, open_world, seconds_of, synchronize
 from benchmarks.common.network import obstacle
 from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.scaleout import links, tables
-from benchmarks.scaleout.device_time import seconds_of
-from benchmarks.scaleout.tables import FbgemmTables, FusedTables
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout.dense_trace import Kernel
 from dlrm_fused.scaleout.machine import Machine
 
+_CALLS_OF_A_COLLECTIVE = 20
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Point = TypeVar("Point")
 # Work (operations or bytes) and seconds.
@@ -49,7 +48,7 @@ def main() -> None:
     add_report_arguments(parser)
     parser.add_argument("--config", default="configs/criteo_1tb_dcnv2_synthetic.yaml", help="of the trainer, for its tables")
     parser.add_argument("settings", nargs="*", help="of the trainer, key=value")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--gbits-per-second", type=float, nargs="*", default=[], help="of links; none: all of a link is reached"
     )
@@ -61,13 +60,17 @@ def main() -> None:
         config = load_config(options.config, options.settings)
     except ConfigError as error:
         raise SystemExit(f"calibrate: {error}") from None
-    device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.set_num_threads(1)  # a rank on CPUs has a core
-    scale = 1 if device.type == "cuda" else 64  # CPUs are so much slower
+    with open_world(on_gpus=options.device == "cuda") as world:
+        calibrate(world, config, options)
 
-    launch = _elementwise(device, [4])[0][1]
-    lines = _lines(device, scale, config)
+
+def calibrate(world: World, config: Config, options: argparse.Namespace) -> None:
+    """Measure, fit, and write the report."""
+    device = world.device
+    scale = 1 if device.type == "cuda" else 64  # CPUs are so much slower
+    launch = _elementwise(world, [4])[0][1]
+    lines = _lines(world, scale, config)
     on_links: dict[str, dict[str, Points]] = {"links": {}, "NVLink": {}}
     if options.gbits_per_second:
         on_links["links"] = links.between_hosts(options.gbits_per_second)
@@ -80,7 +83,7 @@ def main() -> None:
 
     # Not in bf16 on CPUs, many of which emulate it.
     dtypes = _DTYPES if device.type == "cuda" else {"fp32": torch.float32}
-    products = {name: _products(device, dtype, scale) for name, dtype in dtypes.items()}
+    products = {name: _products(world, dtype, scale) for name, dtype in dtypes.items()}
     peaks = {name: _peak_and_half(_fitted(points), launch, fits["memory"][1]) for name, points in products.items()}
     machine = Machine(
         name=device_name(device),
@@ -91,7 +94,7 @@ def main() -> None:
         lookup=fits["lookup"][1],
         update=fits["update"][1],
         optimizer=fits["optimizer"][1],
-        collective=_collective(device),
+        collective=_collective(world),
         link_shares={name: min(1.0, fits[f"{name} on links"][1]) for name in on_links["links"]},
         nvlink_shares={name: min(1.0, fits[f"{name} on NVLink"][1]) for name in on_links["NVLink"]},
         fused_speeds={
@@ -103,7 +106,7 @@ def main() -> None:
     for name, measured in products.items():
         held_out[f"products {name}"] = [machine.seconds(kernel, name) / seconds - 1 for kernel, seconds in _left_out(measured)]
     report = {
-        **describe_environment([device_name(device)], options.commit),
+        **describe_run(world, options.commit),
         "measured": {
             **{name: [list(point) for point in points] for name, points in lines.items()},
             **{
@@ -119,15 +122,15 @@ def main() -> None:
         print(f"{name}: median error on held-out sizes {100 * statistics.median(map(abs, errors)):.1f}%")
 
 
-def _lines(device: torch.device, scale: int, config: Config) -> dict[str, Points]:
+def _lines(world: World, scale: int, config: Config) -> dict[str, Points]:
     """Measure what takes a fixed time and one that grows with its bytes."""
     # Sizes beyond the L2 cache of a GPU.
-    lines = {"memory": _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])}
-    measure_tables = partial(tables.measure, config, device, [8192 // scale * eighths for eighths in range(1, 9)])
-    lines |= measure_tables(FbgemmTables)
-    if device.type == "cuda":
-        lines |= {f"fused {name}": points for name, points in measure_tables(FusedTables).items()}
-    lines["optimizer"] = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
+    lines = {"memory": _elementwise(world, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])}
+    measure_tables = partial(tables.measure, world, config, [8192 // scale * eighths for eighths in range(1, 9)])
+    lines |= measure_tables()
+    if world.device.type == "cuda":
+        lines |= {f"fused {name}": points for name, points in measure_tables(is_fused=True).items()}
+    lines["optimizer"] = _optimizer(world, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
     return lines
 
 
@@ -166,16 +169,16 @@ def _peak_and_half(measured: Sequence[tuple[Kernel, float]], launch: float, memo
     return peak, max(0.0, fixed - launch) * peak
 
 
-def _elementwise(device: torch.device, sizes: Sequence[int]) -> Points:
+def _elementwise(world: World, sizes: Sequence[int]) -> Points:
     """Bytes read and written by ``a + b``."""
     points = []
     for size in sizes:
-        a, b, result = (torch.ones(size // 4, device=device) for _ in range(3))
-        points.append((3.0 * a.nbytes, seconds_of(device, partial(torch.add, a, b, out=result))))
+        a, b, result = (torch.ones(size // 4, device=world.device) for _ in range(3))
+        points.append((3.0 * a.nbytes, seconds_of(world, partial(torch.add, a, b, out=result), in_graph=True)))
     return points
 
 
-def _products(device: torch.device, dtype: torch.dtype, scale: int) -> list[tuple[Kernel, float]]:
+def _products(world: World, dtype: torch.dtype, scale: int) -> list[tuple[Kernel, float]]:
     """Layers of the models here, the last of them of experts and Transformers: rows of a batch, inputs, outputs."""
     shapes = [
         (rows // scale * 2, inputs, outputs)
@@ -187,33 +190,35 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> list[tupl
     ]
     measured = []
     for rows, inputs, outputs in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
-        a, b = torch.randn(rows, inputs, device=device, dtype=dtype), torch.randn(inputs, outputs, device=device, dtype=dtype)
+        a, b = (torch.randn(shape, device=world.device, dtype=dtype) for shape in ((rows, inputs), (inputs, outputs)))
         moved = float(a.nbytes + b.nbytes + rows * outputs * a.element_size())
-        measured.append((Kernel("mm", 2.0 * rows * inputs * outputs, moved), seconds_of(device, partial(torch.matmul, a, b))))
+        seconds = seconds_of(world, partial(torch.matmul, a, b), in_graph=True)
+        measured.append((Kernel("mm", 2.0 * rows * inputs * outputs, moved), seconds))
     return measured
 
 
-def _optimizer(device: torch.device, sizes: Sequence[int]) -> Points:
+def _optimizer(world: World, sizes: Sequence[int]) -> Points:
     """Bytes read and written by Adam in one pass; by the number of parameters."""
     points = []
     for size in sizes:
-        weight = torch.nn.Parameter(torch.zeros(size, device=device))
+        weight = torch.nn.Parameter(torch.zeros(size, device=world.device))
         weight.grad = torch.ones_like(weight)
         adam = torch.optim.Adam([weight], fused=True)
-        points.append((7.0 * weight.nbytes, seconds_of(device, adam.step, captured=False)))
+        points.append((7.0 * weight.nbytes, seconds_of(world, adam.step)))
     return points
 
 
-def _collective(device: torch.device) -> float:
-    """An AllReduce of one number that goes nowhere: what starting one takes."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-        number = torch.ones(1, device=device)
-        seconds = seconds_of(device, lambda: dist.all_reduce(number), captured=False, launched_ahead=False)
-        dist.destroy_process_group()
-    return seconds
+def _collective(world: World) -> float:
+    """Seconds of an AllReduce of one number that goes nowhere, with its launch: what starting one takes."""
+    number, seconds = torch.ones(1, device=world.device), []
+    for _ in range(10):
+        synchronize(world.device)
+        began = time.perf_counter()
+        for _ in range(_CALLS_OF_A_COLLECTIVE):
+            dist.all_reduce(number)
+        synchronize(world.device)
+        seconds.append((time.perf_counter() - began) / _CALLS_OF_A_COLLECTIVE)
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

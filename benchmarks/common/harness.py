@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -48,6 +49,7 @@ _SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its s
 _LONGEST_SLEEP_SECONDS = 0.02
 _SHORTEST_BURST_SECONDS = 2e-4
 _MAX_CALLS_IN_A_BURST = 8
+_CALLS_IN_A_GRAPH = 20
 
 
 @dataclass
@@ -111,8 +113,10 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def open_world(slices_by: str | None = None, ranks_per_host: int = 1) -> Iterator[World]:
-    """The ranks that torchrun has started, each with its GPU, or all on the CPU of a machine without.
+def open_world(
+    slices_by: str | None = None, ranks_per_host: int = 1, *, on_gpus: bool = torch.cuda.is_available()
+) -> Iterator[World]:
+    """The ranks that torchrun has started, each with its GPU, or all on the CPU; a process that it has not started is alone.
 
     Args:
         slices_by: the transport between hosts, if there are to be several.
@@ -121,19 +125,22 @@ def open_world(slices_by: str | None = None, ranks_per_host: int = 1) -> Iterato
     Raises:
         SystemExit: if so many ranks a host make no several hosts, or there are to be none.
     """
-    rank, size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    is_alone = "RANK" not in os.environ
+    rank, size, local_rank = (0, 1, 0) if is_alone else (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if is_alone else None
+    meeting: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if is_alone else {}
     if slices_by is None and ranks_per_host != 1:
         raise SystemExit(f"--ranks-per-host {ranks_per_host} needs --slices-by: otherwise all ranks are one host")
     if slices_by is not None and not 1 <= ranks_per_host < size:
         raise SystemExit(f"--ranks-per-host {ranks_per_host}: the {size} ranks would not be several hosts")
-    if torch.cuda.is_available():
+    if on_gpus:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=_COLLECTIVE_LIMIT)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=_COLLECTIVE_LIMIT, **meeting)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
+        dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT, **meeting)
     symmetric = one_host = symmetric_group(dist.group.WORLD, device)
     if slices_by is not None:
         os.environ.update(DLRM_FUSED_HOST=f"host {rank // ranks_per_host}", DLRM_FUSED_TRANSPORT=slices_by)
@@ -146,6 +153,20 @@ def open_world(slices_by: str | None = None, ranks_per_host: int = 1) -> Iterato
         if one_host is not symmetric:
             one_host.close()
         dist.destroy_process_group()
+
+
+def start_ranks(command: Sequence[str], ranks: int, store: dist.TCPStore, **options: Any) -> list[subprocess.Popen[str]]:
+    """Start the command once for each rank, with what torchrun would put into its environment: that ends all when one is lost.
+
+    Args:
+        store: through which the ranks find each other; a master of the caller's, so that it outlives any rank.
+        options: of :class:`subprocess.Popen`; ``env`` replaces the environment of the caller.
+    """
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks are clients of the store
+    given = options.pop("env", os.environ)
+    own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    return [subprocess.Popen(command, env={**given, **shared, **of_rank}, text=True, **options) for of_rank in own]
 
 
 @dataclass(frozen=True)
@@ -172,15 +193,14 @@ def synchronize(device: torch.device) -> None:
 class _Clock:
     """Times bursts of calls that begin on all ranks together."""
 
-    def __init__(self, world: World, before: Callable[[], object] | None) -> None:
+    def __init__(self, world: World, before: Callable[[], object]) -> None:
         self._world, self._before = world, before
         self._on_gpu = world.device.type == "cuda"
         self._token = torch.zeros(1, device=world.device)
 
     def seconds(self, call: Callable[[], object], calls: int, host_seconds: float = 0.0) -> float:
         """Time of so many calls, which the host enqueues in about ``host_seconds``. Collective."""
-        if self._before is not None:
-            self._before()
+        self._before()
         if not self._on_gpu:
             dist.barrier()
             began = time.perf_counter()
@@ -200,6 +220,7 @@ class _Clock:
 
     def host_seconds(self, call: Callable[[], object]) -> float:
         """Time that the host needs to enqueue a call."""
+        self._before()
         synchronize(self._world.device)
         began = time.perf_counter()
         call()
@@ -221,18 +242,19 @@ def time_interleaved(
         candidates: by name; equal names on all ranks, in one order. Each call is made several times before it is timed.
         seconds: to spend, about.
         rounds: the fewest and the most rounds, whatever the seconds.
-        before: is called before each burst of calls, outside of the time.
+        before: prepares each call, outside of the time.
     """
-    clock = _Clock(world, before)
+    clock = _Clock(world, before or (lambda: None))
     for call in candidates.values():
         for _ in range(2):
-            call()
+            clock.host_seconds(call)
     hosts = {name: clock.host_seconds(call) for name, call in candidates.items()}
     # All ranks must make the same calls: their own measurements would not tell them the same.
     estimates = world.gather({name: clock.seconds(call, 1, hosts[name]) for name, call in candidates.items()})
     longest = {name: max(estimate[name] for estimate in estimates) for name in candidates}
     slowest_host = {name: max(world.gather(hosts[name])) for name in candidates}
-    calls = {name: min(_MAX_CALLS_IN_A_BURST, max(1, round(_SHORTEST_BURST_SECONDS / longest[name]))) for name in candidates}
+    most_calls = 1 if before else _MAX_CALLS_IN_A_BURST
+    calls = {name: min(most_calls, max(1, round(_SHORTEST_BURST_SECONDS / longest[name]))) for name in candidates}
     a_round = sum(calls[name] * (longest[name] + 2 * slowest_host[name]) for name in candidates)
     count = max(rounds[0], min(rounds[1], int(seconds / a_round)))
 
@@ -282,6 +304,25 @@ def captured(world: World, call: Callable[[], object]) -> tuple[Callable[[], Non
         error = f"rank {world.rank}: {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
     errors = [other for other in world.gather(error) if other]
     return (None, errors[0]) if errors else (graph.replay, "")
+
+
+def seconds_of(
+    world: World, call: Callable[[], object], *, in_graph: bool = False, before: Callable[[], object] | None = None
+) -> float:
+    """Seconds of one call. Collective.
+
+    Args:
+        in_graph: on GPUs, many calls are replayed from a CUDA graph.
+        before: as :func:`time_interleaved` has it.
+    """
+    calls = 1
+    if in_graph and world.device.type == "cuda":
+        calls, single = _CALLS_IN_A_GRAPH, call
+        replay, problem = captured(world, lambda: [single() for _ in range(calls)])
+        if replay is None:
+            raise RuntimeError(problem)
+        call = replay
+    return time_interleaved(world, {"": call}, 0.1, before=before)[""].microseconds / calls / 1e6
 
 
 def compile_ahead(world: World, calls: Sequence[Callable[[], object]]) -> None:
@@ -441,46 +482,6 @@ def measure_teraflops(world: World, dtype: torch.dtype) -> float:
     x, weight = (torch.empty(size, size, dtype=dtype, device=world.device).normal_() for _ in range(2))
     timing = time_interleaved(world, {"product": lambda: x @ weight.t()}, seconds=0.1)["product"]
     return 2 * size**3 / timing.microseconds / 1e6
-
-
-def measure_contention(world: World, dtype: torch.dtype) -> dict[str, float]:
-    """Return how many times as long the library's product takes while pieces come and go beside it, on the slowest rank.
-
-    Collective.
-
-    Returns:
-        By who moves them: ``copy_engine``, and ``other_kernel``, whose programs take multiprocessors, too.
-    """
-    if world.device.type != "cuda" or world.size == 1:
-        return {}
-    size, part, repeats = 8192, 1 << 26, 24
-    x, weight = (torch.empty(size, size, dtype=dtype, device=world.device).normal_() for _ in range(2))
-    out, beside = torch.empty_like(x), torch.cuda.Stream(priority=-1)
-    memory = world.one_host.allocate("benchmark: contention", part * world.size)
-    pieces = [_floats(memory, (world.rank + 1 + i) % world.size, world.rank * part, part) for i in range(world.size - 1)]
-    own = torch.empty(part // 4, device=world.device).normal_()
-    sends: dict[str, Callable[[Tensor], object]] = {
-        "alone": lambda piece: None,
-        "copy_engine": lambda piece: piece.copy_(own, non_blocking=True),
-        "other_kernel": lambda piece: torch.add(own, 1.0, out=piece),
-    }
-    milliseconds: dict[str, list[float]] = {name: [] for name in sends}
-    for _ in range(8):
-        for name, send in sends.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            synchronize(world.device)
-            dist.barrier()
-            with torch.cuda.stream(beside):
-                for number in range(repeats):
-                    send(pieces[number % len(pieces)])
-            torch.cuda._sleep(int(2e-4 * _SLEEP_CYCLES_PER_SECOND))  # until the pieces are on their way
-            start.record()
-            torch.mm(x, weight.t(), out=out)
-            end.record()
-            synchronize(world.device)
-            milliseconds[name].append(start.elapsed_time(end))
-    medians = {name: max(world.gather(statistics.median(times))) for name, times in milliseconds.items()}
-    return {name: medians[name] / medians["alone"] for name in sends if name != "alone"}
 
 
 class Report:

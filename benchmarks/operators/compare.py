@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.environment import ROOT, describe_environment, device_name
-from benchmarks.common.harness import geometric_mean
+from benchmarks.common.harness import geometric_mean, start_ranks
 from benchmarks.common.results import write_results
-from benchmarks.common.start_ranks import start_ranks
 from benchmarks.operators.case import Operator
 
 COMPARABLE = ("embedding_all_to_all", "gemm_all_to_all", "expert_layer")

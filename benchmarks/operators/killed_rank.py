@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.environment import command_line
-from benchmarks.common.harness import World, open_world, synchronize
+from benchmarks.common.harness import World, open_world, start_ranks, synchronize
 from benchmarks.common.results import write_results
-from benchmarks.common.start_ranks import start_ranks
 from dlrm_fused.errors import CommunicationError
 
 ERROR_LIMIT_SECONDS = 30.0
@@ -52,9 +51,6 @@ def run(
     """
     if options.kill_rank is not None and "RANK" not in os.environ:
         return 0 if _kill_and_judge(options) else 1
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone)
     with open_world(options.slices_by, options.ranks_per_host) as world:
         if options.kill_rank is not None:
             _survive(world, options, step(world, options))

@@ -20,7 +20,6 @@ from benchmarks.common.harness import (
     compile_ahead,
     describe_run,
     measure_ceilings,
-    measure_contention,
     measure_teraflops,
     open_world,
     time_interleaved,
@@ -84,7 +83,6 @@ class Run:
         head = {
             **describe_run(world, options.commit),
             "ceilings": {"unit": "GB/s of a rank", **asdict(self.ceilings), "teraflops": self.teraflops},
-            "contention": measure_contention(world, DTYPE),
             "operator": options.operator,
             "dtype": str(DTYPE).removeprefix("torch."),
             "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},

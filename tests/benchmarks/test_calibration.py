@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import calibrate
+from benchmarks.common.harness import open_world
 from benchmarks.scaleout import links, tables
 from dlrm_fused.config import load_config
 from dlrm_fused.errors import ConfigError
 from tests.distributed.launch import run_program
 
-CPU = torch.device("cpu")
 SMALL = ["data.synthetic.tables=3", "data.synthetic.rows=[100]", "data.synthetic.pooling=[4]"]
 
 
@@ -31,7 +30,8 @@ def test_a_fit_has_no_negative_time() -> None:
 @pytest.mark.parametrize(("kind", "bytes_of_update"), [("sgd", 2 * 4), ("adagrad", 2 * 4 + 2 * 4)])
 def test_lookups_and_updates_of_a_configs_tables_by_their_bytes(kind: str, bytes_of_update: int) -> None:
     config = load_config("configs/synthetic.yaml", [*SMALL, f"embedding.optimizer.kind={kind}"])
-    points = tables.measure(config, CPU, [8, 64], tables.FbgemmTables)
+    with open_world(on_gpus=False) as world:
+        points = tables.measure(world, config, [8, 64])
     elements = [3 * 4 * 16 * samples for samples in (8, 64)]
     assert [work for work, _ in points["lookup"]] == [4 * some for some in elements]
     assert [work for work, _ in points["update"]] == [bytes_of_update * some for some in elements]
@@ -40,8 +40,8 @@ def test_lookups_and_updates_of_a_configs_tables_by_their_bytes(kind: str, bytes
 
 def test_tables_of_16_bits_are_refused() -> None:
     config = load_config("configs/synthetic.yaml", [*SMALL, "embedding.dtype=fp16"])
-    with pytest.raises(ConfigError, match=r"embedding\.dtype=fp16"):
-        tables.measure(config, CPU, [8], tables.FbgemmTables)
+    with open_world(on_gpus=False) as world, pytest.raises(ConfigError, match=r"embedding\.dtype=fp16"):
+        tables.measure(world, config, [8])
 
 
 def test_a_wrong_config_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
