@@ -36,7 +36,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import write_results
-from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_group
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 
 T = TypeVar("T")
 
@@ -425,7 +425,7 @@ def measure_ceilings(world: World) -> Ceilings:
     part = size // 8
     memory = world.one_host.allocate("benchmark: bandwidth to the peers", part * world.size)
     peers = [(world.rank + 1 + i) % world.size for i in range(world.size - 1)]
-    pieces = [_floats(memory, peer, world.rank * part, part) for peer in peers]
+    pieces = [memory.peer(peer)[world.rank * part :][:part].view(torch.float32) for peer in peers]
     own = source[: part // 4]
     streams = [torch.cuda.Stream() for _ in peers] if on_gpu else []
 
@@ -451,10 +451,6 @@ def measure_ceilings(world: World) -> Ceilings:
         peer_stores=sent_kilobytes / sent["stores"].microseconds,
         peer_copies=sent_kilobytes / sent["copies"].microseconds,
     )
-
-
-def _floats(memory: SymmetricMemory, rank: int, begin: int, size: int) -> Tensor:
-    return memory.peer(rank)[begin : begin + size].view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -559,11 +555,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     typical = expected[:: max(1, expected.numel() >> 20)].abs().median().clamp(min=1e-30)
     error = ((actual - expected).abs() / (expected.abs() + typical)).max().item()
     return error if math.isfinite(error) else math.inf
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of at least one value, all positive."""
-    return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
 def describe_run(world: World, commit: str | None) -> dict[str, Any]:

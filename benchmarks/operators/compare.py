@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.environment import ROOT, describe_environment, device_name
-from benchmarks.common.harness import geometric_mean, start_ranks
+from benchmarks.common.harness import start_ranks
 from benchmarks.common.results import write_results
 from benchmarks.operators.case import Operator
 
@@ -142,7 +142,7 @@ def summarize(times: dict[str, list[float]]) -> dict[str, float]:
 def geometric_means(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return by figure the geometric mean of the ratios of the cells that passed."""
     passed = [record for record in records if record["passed"]]
-    return {figure: geometric_mean([record[figure]["ratio"] for record in passed]) for figure in FIGURES if passed}
+    return {figure: statistics.geometric_mean([record[figure]["ratio"] for record in passed]) for figure in FIGURES if passed}
 
 
 def line(record: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.environment import command_line
-from benchmarks.common.harness import World, open_world, start_ranks, synchronize
+from benchmarks.common.harness import World, start_ranks, synchronize
 from benchmarks.common.results import write_results
 from dlrm_fused.errors import CommunicationError
 
@@ -32,33 +32,18 @@ _START_LIMIT_SECONDS = 300.0
 
 
 def add_kill_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`run` reads besides ``--output`` and those of hosts."""
+    """Add the options of a rank that is killed."""
     parser.add_argument("--kill-rank", type=int, help="this rank kills itself")
     parser.add_argument("--kill-after", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 3, help="with --kill-rank")
 
 
-def run(
-    options: argparse.Namespace,
-    stress: Callable[[World, argparse.Namespace], bool],
-    step: Callable[[World, argparse.Namespace], Callable[[int], None]],
-) -> int:
-    """The exit status of a stress test, on a rank of torchrun or alone, or with ``--kill-rank`` as what starts the ranks.
+def survive(world: World, options: argparse.Namespace, step: Callable[[int], None]) -> NoReturn:
+    """Make steps until the rank that is to be killed is gone; write what this rank saw of it.
 
     Args:
-        stress: the test without a killed rank; whether it passed.
-        step: makes what is done with 0, 1, ... until a rank is lost; it raises what its workspace has seen of that.
+        step: is called with 0, 1, ..., and raises what its workspace has seen of a lost rank.
     """
-    if options.kill_rank is not None and "RANK" not in os.environ:
-        return 0 if _kill_and_judge(options) else 1
-    with open_world(options.slices_by, options.ranks_per_host) as world:
-        if options.kill_rank is not None:
-            _survive(world, options, step(world, options))
-        return 0 if stress(world, options) else 1
-
-
-def _survive(world: World, options: argparse.Namespace, step: Callable[[int], None]) -> NoReturn:
-    """Make steps until the rank that is to be killed is gone; write what this rank saw of it."""
     step(0)
     synchronize(world.device)
     dist.barrier()
@@ -112,7 +97,7 @@ def _works_on(device: torch.device) -> bool:
     return done.wait(10.0)
 
 
-def _kill_and_judge(options: argparse.Namespace) -> bool:
+def kill_and_judge(options: argparse.Namespace) -> bool:
     """Start the ranks, and look at what is left; whether every survivor has raised the right error in time."""
     for path in options.output.parent.glob(f"{options.output.stem}.rank*"):
         path.unlink()

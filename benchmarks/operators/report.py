@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import geometric_mean
 from benchmarks.operators import OPERATORS
 from benchmarks.operators.tune import recorded_table
 
@@ -55,7 +54,7 @@ def stage_of(cell: Result) -> str:
 def mean(cells: Sequence[Result], key: str) -> float | None:
     """The geometric mean over the cells that have the figure; None if there are none."""
     values = [cell[key] for cell in cells if cell.get(key) is not None]
-    return geometric_mean(values) if values else None
+    return statistics.geometric_mean(values) if values else None
 
 
 def by_stage(cells: Sequence[Result]) -> dict[str, list[Result]]:
@@ -135,46 +134,33 @@ def table(report: Result) -> str:
 
 
 def plot(report: Result, output: Path) -> None:
-    """Draw the ratio of every cell, by stage, two in a row; cells that lose are red, failed ones black."""
+    """Draw the ratio of every cell, a picture for each stage; cells that lose are red, failed ones black."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
     stages, summary = by_stage(report["cells"]), summarize(report["cells"])
-    numbers, columns = [len(cells) for cells in stages.values()], min(2, len(stages))
-    heights = [1.2 + 0.17 * max(numbers[i : i + columns]) for i in range(0, len(numbers), columns)]
-    canvas, axes = plt.subplots(
-        *(len(heights), columns),
-        figsize=(7 * columns, 0.5 + math.fsum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-        squeeze=False,
-    )
-    for unused in axes.flat[len(stages) :]:
-        unused.set_visible(False)
-    for axis, (stage, cells) in zip(axes.flat, stages.items(), strict=False):
-        _draw(axis, cells, summary[stage]["ratio"])
+    heights = [1.2 + 0.17 * len(cells) for cells in stages.values()]
+    size = (9, 0.5 + sum(heights))
+    canvas, axes = plt.subplots(len(stages), figsize=size, height_ratios=heights, layout="constrained", squeeze=False)
+    for axis, (stage, cells) in zip(axes.flat, stages.items(), strict=True):
+        kinds = ["failed" if not cell["passed"] else "slower" if cell["ratio"] >= 1 else "faster" for cell in cells]
+        ratios = [cell["ratio"] if cell["passed"] else 1.0 for cell in cells]
+        axis.barh(range(len(cells)), ratios, color=[_COLOURS[kind] for kind in kinds], height=0.7)
+        axis.set_yticks(range(len(cells)), [cell["name"] for cell in cells], fontsize=6, family="monospace")
+        axis.set_ylim(len(cells) - 0.4, -0.6)
+        axis.axvline(1.0, color="black", linewidth=1)
+        if (ratio := summary[stage]["ratio"]) is not None:
+            axis.axvline(ratio, color="tab:green", linestyle="--", label=f"geometric mean {ratio:.2f}")
+            axis.legend(loc="lower right", fontsize=8)
+        axis.grid(axis="x", alpha=0.3)
         axis.set_xlabel(f"time of {STAGES[stage][1]}")
         axis.set_title(STAGES[stage][0], fontsize=10)
     ranks = report["machine"]["ranks"]
     canvas.suptitle(f"{len(ranks)} x {ranks[0]}, commit {report['commit']}", fontsize=10)
     canvas.savefig(output, dpi=110)
     plt.close(canvas)
-
-
-def _draw(axis: Any, cells: Sequence[Result], ratio: float | None) -> None:
-    own = list(cells)[::-1]
-    kinds = ["failed" if not cell["passed"] else "slower" if cell["ratio"] >= 1 else "faster" for cell in own]
-    ratios = [cell["ratio"] if cell["passed"] else 1.0 for cell in own]
-    axis.barh(range(len(own)), ratios, color=[_COLOURS[kind] for kind in kinds], height=0.7)
-    axis.set_yticks(range(len(own)), [cell["name"] for cell in own], fontsize=6, family="monospace")
-    axis.set_ylim(-0.6, len(own) - 0.4)
-    axis.axvline(1.0, color="black", linewidth=1)
-    if ratio is not None:
-        axis.axvline(ratio, color="tab:green", linestyle="--", label=f"geometric mean {ratio:.2f}")
-        axis.legend(loc="lower right", fontsize=8)
-    axis.grid(axis="x", alpha=0.3)
 
 
 def report(file: Path, picture: Path | None) -> int:

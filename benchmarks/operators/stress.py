@@ -15,6 +15,7 @@ be. ``--tiny`` is small enough for compute-sanitizer and the CPU.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from collections import deque
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common.harness import World, captured, compile_ahead, describe_run, relative_error, synchronize
+from benchmarks.common.harness import World, captured, compile_ahead, describe_run, open_world, relative_error, synchronize
 from benchmarks.common.results import write_results
 from benchmarks.operators import killed_rank, load
 
@@ -274,10 +275,11 @@ def stress_on(world: World, options: argparse.Namespace) -> bool:
 
 
 def stress(options: argparse.Namespace) -> int:
-    """The stress test of an operator, on a rank of torchrun or alone; its exit status."""
+    """The test on a rank of torchrun or alone, or the start of ranks of which ``--kill-rank`` dies; the exit status."""
     options.output = options.output.absolute()
-    return killed_rank.run(
-        options,
-        stress_on,
-        lambda world, options: Replays(world, works_of(world, options), options).repeat_and_look,
-    )
+    if options.kill_rank is not None and "RANK" not in os.environ:
+        return 0 if killed_rank.kill_and_judge(options) else 1
+    with open_world(options.slices_by, options.ranks_per_host) as world:
+        if options.kill_rank is not None:
+            killed_rank.survive(world, options, Replays(world, works_of(world, options), options).repeat_and_look)
+        return 0 if stress_on(world, options) else 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +21,6 @@ from benchmarks.common.harness import (
     captured,
     compile_ahead,
     describe_run,
-    geometric_mean,
     open_world,
     time_finalists,
 )
@@ -196,7 +196,7 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for cell in cells
         if cell["chosen_us"]
     ]
-    return {"best_over_chosen": geometric_mean(gains) if gains else None}
+    return {"best_over_chosen": statistics.geometric_mean(gains) if gains else None}
 
 
 def recorded_table(report: Mapping[str, Any]) -> str:
