@@ -93,7 +93,7 @@ def _seconds_of_lookup(world: World, look_up: Callable[[], Tensor]) -> float:
 
 
 def _seconds_of_update(world: World, look_up: Callable[[], Tensor]) -> float:
-    """Of the backward pass of a lookup that has ended."""
+    """Time the backward pass of a lookup that has ended."""
     gradient = torch.ones_like(look_up())
     pooled: list[Tensor] = []
     return seconds_of(world, lambda: pooled.pop().backward(gradient), before=lambda: pooled.append(look_up()))
