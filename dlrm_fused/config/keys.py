@@ -29,15 +29,17 @@ _IN_WORDS = {
 
 def known_keys() -> list[str]:
     """Dotted names of all settings, in the order of the schema."""
-    return list(_keys_of(Config, ""))
+    return [key for key, _ in leaves(Config())]
 
 
-def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
-    for name, kind in _types(schema).items():
-        if is_dataclass(kind):
-            yield from _keys_of(kind, f"{prefix}{name}.")
+def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of a group, and of the groups in it, by its dotted name; members by name as a whole."""
+    for each in fields(group):
+        value = getattr(group, each.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{each.name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{each.name}", value
 
 
 def member_type(group: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 from yaml import MarkedYAMLError, YAMLError
 
 from dlrm_fused.config.checks import check_consistency
-from dlrm_fused.config.keys import allowed, is_group, known_keys, member_type, nearest, type_of
+from dlrm_fused.config.keys import allowed, is_group, known_keys, leaves, member_type, nearest, type_of
 from dlrm_fused.config.registry import DataSource
 from dlrm_fused.config.schema import PARQUET_WINDOW_ROWS, Config, DataConfig
 from dlrm_fused.errors import ConfigError
@@ -49,29 +49,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def to_yaml(config: Config) -> str:
     """Return the resolved config, every setting included, as YAML that :func:`load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_settings(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
 
 
 def flatten(config: Config) -> dict[str, object]:
     """Every setting by its dotted key, members by name as a whole, enumerations by name; for comparing two configs."""
-    return dict(_flatten(_settings(config), ""))
+    return {key: _plain(value) for key, value in leaves(config)}
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    def by_name(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value.name if isinstance(value, Enum) else value for name, value in settings}
-
-    return asdict(config, dict_factory=by_name)
-
-
-def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
-    settings = known_keys()
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in settings:
-            yield from _flatten(value, f"{key}.")
-        else:
-            yield key, value
+def _plain(value: Any) -> Any:
+    """Return a group as a dictionary, an enumeration by name, and other values as they are."""
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {name: _plain(member) for name, member in value.items()}
+    return value.name if isinstance(value, Enum) else value
 
 
 def read_yaml(path: Path, examples: str) -> DictConfig:
