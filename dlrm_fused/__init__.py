@@ -43,46 +43,35 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The module that defines each name.
-_DEFINED_IN = {
+# Modules, each with the names that it defines.
+_OFFERS = (
     # Training with this trainer.
-    "train": "dlrm_fused.cli",
-    "evaluate": "dlrm_fused.cli",
+    ("cli", "train", "evaluate"),
     # Its communication in a TorchRec trainer of one's own.
-    "FusedEmbeddingBagCollectionSharder": "dlrm_fused.sharding.sharder",
-    "fused_enumerator": "dlrm_fused.sharding.estimates",
+    ("sharding.sharder", "FusedEmbeddingBagCollectionSharder"),
+    ("sharding.estimates", "fused_enumerator"),
     # Operators.
-    "symmetric_group": "dlrm_fused.symmetric.factory",
-    "embedding_all_to_all": "dlrm_fused.ops.embedding_all_to_all.op",
-    "pooled_all_to_all": "dlrm_fused.ops.embedding_all_to_all.pooled",
-    "EmbeddingWorkspace": "dlrm_fused.ops.embedding_all_to_all.workspace",
-    "ExchangeLayout": "dlrm_fused.ops.embedding_all_to_all.layout",
-    "LookupLayout": "dlrm_fused.ops.embedding_all_to_all.layout",
-    "LocalTables": "dlrm_fused.ops.embedding_all_to_all.tables",
-    "RowwiseAdagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
-    "Adagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
-    "Adam": "dlrm_fused.ops.embedding_all_to_all.tables",
-    "RowwiseAdam": "dlrm_fused.ops.embedding_all_to_all.tables",
-    "Sgd": "dlrm_fused.ops.embedding_all_to_all.tables",
-    "gemv_all_reduce": "dlrm_fused.ops.gemv_all_reduce.op",
-    "GemvWorkspace": "dlrm_fused.ops.gemv_all_reduce.workspace",
-    "gemm_all_to_all": "dlrm_fused.ops.gemm_all_to_all.op",
-    "GemmWorkspace": "dlrm_fused.ops.gemm_all_to_all.workspace",
-    "all_gather_gemm": "dlrm_fused.ops.all_gather_gemm.op",
-    "gemm_reduce_scatter": "dlrm_fused.ops.all_gather_gemm.op",
-    "ShardWorkspace": "dlrm_fused.ops.all_gather_gemm.workspace",
-    "expert_layer": "dlrm_fused.ops.moe.op",
-    "ExpertWorkspace": "dlrm_fused.ops.moe.workspace",
-    "expert_memory": "dlrm_fused.ops.moe.workspace",
+    ("symmetric.factory", "symmetric_group"),
+    ("ops.embedding_all_to_all.op", "embedding_all_to_all"),
+    ("ops.embedding_all_to_all.pooled", "pooled_all_to_all"),
+    ("ops.embedding_all_to_all.workspace", "EmbeddingWorkspace"),
+    ("ops.embedding_all_to_all.layout", "ExchangeLayout", "LookupLayout"),
+    ("ops.embedding_all_to_all.tables", "LocalTables", "RowwiseAdagrad", "Adagrad", "Adam", "RowwiseAdam", "Sgd"),
+    ("ops.gemv_all_reduce.op", "gemv_all_reduce"),
+    ("ops.gemv_all_reduce.workspace", "GemvWorkspace"),
+    ("ops.gemm_all_to_all.op", "gemm_all_to_all"),
+    ("ops.gemm_all_to_all.workspace", "GemmWorkspace"),
+    ("ops.all_gather_gemm.op", "all_gather_gemm", "gemm_reduce_scatter"),
+    ("ops.all_gather_gemm.workspace", "ShardWorkspace"),
+    ("ops.moe.op", "expert_layer"),
+    ("ops.moe.workspace", "ExpertWorkspace", "expert_memory"),
     # Online scoring.
-    "OnlineModel": "dlrm_fused.inference.online.model",
-    "OnlineScorer": "dlrm_fused.inference.online.scorer",
-    "Candidates": "dlrm_fused.inference.online.scorer",
+    ("inference.online.model", "OnlineModel"),
+    ("inference.online.scorer", "OnlineScorer", "Candidates"),
     # Errors.
-    "UserError": "dlrm_fused.errors",
-    "UsageError": "dlrm_fused.errors",
-    "CommunicationError": "dlrm_fused.errors",
-}
+    ("errors", "UserError", "UsageError", "CommunicationError"),
+)
+_DEFINED_IN = {name: f"dlrm_fused.{module}" for module, *names in _OFFERS for name in names}
 
 __all__ = list(_DEFINED_IN)
 
