@@ -30,6 +30,7 @@ from dlrm_fused.ops.moe import ExpertWorkspace
 from tests.distributed.launch import Ended, run_program
 
 ON_THE_CPU = ("all_gather_gemm", "expert_layer", "gemm_all_to_all", "gemv_all_reduce")
+QUICK = {("gemv_all_reduce", "one host"), ("expert_layer", "two hosts")}
 TWO_BY_TWO = ("--slices-by", "messages", "--ranks-per-host", "2")
 # A mistake is put into these: a module, and the operator as it calls it.
 CALLED = {
@@ -98,8 +99,15 @@ def test_one_element_that_differs_once_is_seen(operator: str, tmp_path: Path) ->
     assert sum(work["elements_that_differ"] for work in report["works"]) == 1
 
 
-@pytest.mark.parametrize("operator", ON_THE_CPU)
-@pytest.mark.parametrize(("ranks", "hosts"), [(3, ()), (4, TWO_BY_TWO)], ids=["one host", "two hosts"])
+# All operators wait by the same protocol: in the quick tests, one of them does inside a host, and one over two.
+@pytest.mark.parametrize(
+    ("operator", "ranks", "hosts"),
+    [
+        pytest.param(operator, *world, marks=() if (operator, kind) in QUICK else pytest.mark.slow, id=f"{kind}-{operator}")
+        for kind, world in {"one host": (3, ()), "two hosts": (4, TWO_BY_TWO)}.items()
+        for operator in ON_THE_CPU
+    ],
+)
 def test_every_other_rank_names_a_rank_that_is_killed(
     operator: str, ranks: int, hosts: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -20,17 +20,20 @@ from dlrm_fused.doctor.command import main
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.training.runtime import Rank
-from tests.distributed.launch import Ended, run_program
+from tests.distributed.launch import Ended, run_alone, run_program
 from tests.distributed.network import needs_hosts
 
 ROOT = Path(__file__).parents[2]
-ALONE = [sys.executable, "-m", "dlrm_fused.doctor"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 DOCTOR = ["-m", "dlrm_fused.doctor"]
 
 
+def be_doctor() -> None:
+    sys.exit(main([]))
+
+
 def test_one_process_without_torchrun_is_well() -> None:
-    done = subprocess.run(ALONE, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_alone(ROOT, be_doctor)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("dlrm_fused doctor: 1 rank on 1 host\n")
     assert "not measured: one rank has no peers" in done.stdout
@@ -130,7 +133,7 @@ def be_another_release() -> None:
 
 
 def test_another_release_of_dlrm_fused_is_named(tmp_path: Path) -> None:
-    ended = run_with_fault(tmp_path, be_another_release, "--seconds=5")
+    ended = run_with_fault(tmp_path, be_another_release, "--seconds=3")
     assert ended.statuses == [1, 1]
     assert f"rank 1 has release 0.0.9 of dlrm_fused, rank 0 has {dlrm_fused.__version__}" in ended.output
 
@@ -143,7 +146,7 @@ def refuse_connections() -> None:
 
 
 def test_a_rank_that_cannot_connect_is_named_and_holds_up_no_other(tmp_path: Path) -> None:
-    ended = run_with_fault(tmp_path, refuse_connections, "--seconds=5")
+    ended = run_with_fault(tmp_path, refuse_connections, "--seconds=3")
     assert ended.statuses == [1, 1]
     assert "broken: no-connection" in ended.output
     assert "rank 1: CommunicationError: connection refused" in ended.output

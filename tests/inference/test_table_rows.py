@@ -24,7 +24,7 @@ from tests.unit.tables import random_table, write_table
 
 COLUMNS = ["--label", "clicked", "--dense", "price:log,age:quantile", "--sparse", "user,color,tags"]
 HISTORY = ["--history", "user", "time", "color,tags", "--history-length", "4"]
-SMALL = ["model.bottom_mlp=[16,16]", "model.top_mlp=[16,1]", "embedding.dim=16", "training.max_steps=30"]
+SMALL = ["model.bottom_mlp=[16,16]", "model.top_mlp=[16,1]", "embedding.dim=16", "training.max_steps=10"]
 
 
 def table(rows: int, seed: int) -> pa.Table:

@@ -142,7 +142,7 @@ def torchrec_utils(monkeypatch: pytest.MonkeyPatch) -> type:
 
 def kaggle_file(tmp_path: Path, source: str) -> Path:
     if source == "generated":
-        return write(tmp_path / "rows.tsv", lines(1500))
+        return write(tmp_path / "rows.tsv", lines(500))
     if not SAMPLE.exists():
         pytest.skip("the sample of Criteo's data is not beside this checkout")
     return SAMPLE
