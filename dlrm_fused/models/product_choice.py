@@ -66,9 +66,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
 
 def _sharded_products(fused: LayerProducts, config: Config, max_rows: int) -> LayerProducts | None:
     """Return sequence parallelism's products over the ranks of ``fused``; None without GPUs that reach each other's memory.
-
-    Collective over the group.
-    """
+    Collective over the group."""
     assert fused.workspace is not None
     ranks, width, dtype = fused.workspace.group, config.model.d_model, compute_dtype(config)
     fits = width // ranks.world_size * dtype.itemsize % ROW_BYTES == 0

@@ -177,11 +177,7 @@ class _Step:
         yield from self._exchange(f"dense gradients {bucket.after}", GRADIENTS, phases, (self._last,))
 
     def _phases(self, collective: str, size: float, *, fused_has_own: bool = True) -> list[Phase]:
-        """Among all ranks.
-
-        Args:
-            fused_has_own: Whether ``comm=fused`` has an exchange of its own for it, and does not call the library's.
-        """
+        """Among all ranks; ``fused_has_own`` if ``comm=fused`` has an exchange of its own for it, and calls no library's."""
         if self._is_fused and self._work.is_covered and fused_has_own:
             return self._sent_by("stores", self._algorithms.phases(collective, self._topology, size))
         return self._library_phases(collective, self._topology, size)

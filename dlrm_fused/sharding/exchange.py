@@ -177,10 +177,8 @@ def _order(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> l
 def _layout(
     module: ShardedEmbeddingBagCollection, shardings: Sequence[int], world_size: int, order: Sequence[str]
 ) -> ExchangeLayout:
-    """Return where the lookups of all ranks put their features: in this order, or else that of the sharding types.
-
-    Shards of columns lie side by side.
-    """
+    """Return where the lookups of all ranks put their features: in this order, or else that of the sharding types. Shards of
+    columns lie side by side."""
     by_rank: list[list[LookupLayout]] = [[] for _ in range(world_size)]
     dims = {
         name: dim

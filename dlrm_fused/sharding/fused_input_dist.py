@@ -135,13 +135,7 @@ class _RowBlocks:
 
     Source: RwSparseFeaturesDist of TorchRec's distributed/sharding/rw_sharding.py.
 
-    Args:
-        keys: of the batches' features.
-        rows: by row-wise feature, those of each rank.
-        dtype: of ids.
-
-    Attributes:
-        names: of the row-wise features, in the order of ``keys``.
+    ``rows`` are those of each rank, by row-wise feature; ``dtype`` is that of ids; ``names`` are the row-wise ones of ``keys``.
     """
 
     def __init__(

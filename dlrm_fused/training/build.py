@@ -37,11 +37,8 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
 
 
 def _with_possible_comm(config: Config, device: torch.device) -> Config:
-    """Return the config; where the device has no fused communication, one with ``comm=baseline``, and warn.
-
-    Raises:
-        UsageError: instead of the warning, with ``comm_strict``.
-    """
+    """Return the config; where the device has no fused communication, one with ``comm=baseline``, and warn, or with
+    ``comm_strict`` raise UsageError."""
     reason = reason_against(device)
     if config.comm is Comm.baseline or reason is None:
         return config

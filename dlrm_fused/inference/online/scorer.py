@@ -74,17 +74,11 @@ class History:
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a request: views of one block of memory, so that one copy takes them to the device.
+    """Inputs of a request: views of one block of memory, so that one copy takes them to the device."""
 
-    Attributes:
-        cache: int64 [2], address and length of the history's cache.
-        rows: int64 [m, token features + sample features, ids of a bag], rows of the tables.
-        dense: float32 [m, dense features].
-    """
-
-    cache: Tensor
-    rows: Tensor
-    dense: Tensor
+    cache: Tensor  # int64 [2], address and length of the history's cache
+    rows: Tensor  # int64 [m, token features + sample features, ids of a bag], rows of the tables
+    dense: Tensor  # float32 [m, dense features]
 
 
 class OnlineScorer:

@@ -140,14 +140,8 @@ class ShardedTables:
 
 
 class _Layout(NamedTuple):
-    """Holds places of the keys of a request.
+    """Holds places of the keys of a request."""
 
-    Attributes:
-        starts: int64, by key, the place at which its table begins, counted from the first row of this rank.
-        sizes: uint64, by key, rows of its table.
-        order: int64, by feature, its key.
-    """
-
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.uint64]
-    order: NDArray[np.int64]
+    starts: NDArray[np.int64]  # by key, the place at which its table begins, counted from the first row of this rank
+    sizes: NDArray[np.uint64]  # by key, rows of its table
+    order: NDArray[np.int64]  # by feature, its key

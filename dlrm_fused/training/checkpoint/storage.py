@@ -160,11 +160,7 @@ def _map(path: Path) -> NDArray[np.uint8]:
 
 
 class _MappedSlot:
-    """The bytes of a slot that is not empty.
-
-    Attributes:
-        content: [length] uint8; what is written to it does not reach the file.
-    """
+    """The bytes of a slot that is not empty: ``content``, [length] uint8; what is written to it does not reach the file."""
 
     def __init__(self, path: Path, slot: Slot, file: NDArray[np.uint8]) -> None:
         self.content = file[slot.begin : slot.begin + slot.length]
