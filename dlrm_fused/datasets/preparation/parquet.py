@@ -65,8 +65,7 @@ def _check_writable(schema: DatasetSchema, folder: Path) -> None:
         raise DataError(
             f"--input {folder}: has histories, which Parquet files of samples cannot hold; train on the prepared set"
         )
-    features = (*schema.dense_features, *(feature.name for feature in schema.sparse_features))
-    names = [*features, *(column.name for column in _label_columns(schema))]
+    names = _arrow_schema(schema).names
     for name in names:
         if names.count(name) > 1:
             raise DataError(
@@ -105,10 +104,6 @@ def _arrow_schema(schema: DatasetSchema) -> pa.Schema:
         )
         for feature in schema.sparse_features
     ]
-    return pa.schema([*_label_columns(schema), *dense, *sparse])
-
-
-def _label_columns(schema: DatasetSchema) -> list[pa.Field]:
-    """Columns of labels, and of weights."""
+    labels = [pa.field(label, pa.uint8()) for label in schema.labels]
     weights = [pa.field(SAMPLE_WEIGHT, pa.float32(), metadata={IS_WEIGHT: ""})] if schema.has_weights else []
-    return [*(pa.field(label, pa.uint8()) for label in schema.labels), *weights]
+    return pa.schema([*labels, *weights, *dense, *sparse])

@@ -207,12 +207,11 @@ def _as_text(data_type: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if types.is_binary(data_type) or types.is_fixed_size_binary(data_type) or data_type == pa.binary_view():
         return pa.string()
-    if types.is_dictionary(data_type) and _as_text(data_type.value_type) != data_type.value_type:
-        return _as_text(data_type.value_type)
-    if types.is_list(data_type) and _as_text(data_type.value_type) != data_type.value_type:
-        return pa.list_(_as_text(data_type.value_type))
-    if types.is_large_list(data_type) and _as_text(data_type.value_type) != data_type.value_type:
-        return pa.large_list(_as_text(data_type.value_type))
+    is_list, is_large_list = types.is_list(data_type), types.is_large_list(data_type)
+    if is_list or is_large_list or types.is_dictionary(data_type):
+        values = _as_text(data_type.value_type)
+        if values != data_type.value_type:
+            return pa.list_(values) if is_list else pa.large_list(values) if is_large_list else values
     return data_type
 
 

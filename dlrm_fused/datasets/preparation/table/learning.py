@@ -41,7 +41,12 @@ def learn(
     """
     check_survey(survey)
     question = survey.question
-    dense = tuple(_dense(survey, name, kind) for name, kind in question.dense.items())
+    dense = tuple(
+        quantiles(name, survey.for_quantiles(name))
+        if kind is DenseKind.quantile
+        else DenseTransform(name, kind, survey.moments[name].mean, survey.moments[name].deviation)
+        for name, kind in question.dense.items()
+    )
     sparse = tuple(
         IdEncoding(column, hash_buckets[column.name], None, question.nulls)
         if column.name in hash_buckets
@@ -78,13 +83,6 @@ def check_survey(survey: Survey) -> None:
     unknown += [("--sparse", name) for name, lengths in survey.lengths.items() if lengths.missing == lengths.values]
     for option, name in unknown:
         raise DataError(f"{option} {name}: all values are missing in {rows} training rows; leave the column out")
-
-
-def _dense(survey: Survey, name: str, kind: DenseKind) -> DenseTransform:
-    if kind is DenseKind.quantile:
-        return quantiles(name, survey.for_quantiles(name))
-    moments = survey.moments[name]
-    return DenseTransform(name, kind, moments.mean, moments.deviation)
 
 
 def quantiles(name: str, sample: NDArray[np.float64]) -> DenseTransform:

@@ -172,7 +172,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
         tuple(feature.name for feature in transformation.dense),
         tuple(column.name for column in columns),
         {column.name: column.separator for column in columns if column.separator},
-        (*_split_columns(options.split), *_history_columns(transformation.history)),
+        _other_columns(options.split, transformation.history),
         transformation.sample_weight,
     )
     check_types(files, choice)
@@ -221,7 +221,7 @@ def _open_table(options: TableOptions) -> _Table:
         tuple(options.dense),
         options.sparse,
         options.separated,
-        (*_split_columns(options.split), *_history_columns(options.history)),
+        _other_columns(options.split, options.history),
         options.sample_weight,
     )
     choice.check()
@@ -290,14 +290,11 @@ def _check_history(options: TableOptions) -> None:
         raise DataError(f"--sparse {name}: is the name of a token feature of {HISTORY}; rename the column")
 
 
-def _split_columns(options: SplitOptions | None) -> list[tuple[str, str]]:
-    if options is None:
-        return []
-    return [(option, name) for option, name in ((BY_TIME, options.by_time), (BY_COLUMN, options.by_column)) if name]
-
-
-def _history_columns(history: HistoryColumns | None) -> list[tuple[str, str]]:
-    return [(HISTORY, history.user), (HISTORY, history.time)] if history else []
+def _other_columns(split: SplitOptions | None, history: HistoryColumns | None) -> tuple[tuple[str, str], ...]:
+    """Return the columns that are neither labels, features nor weights, each with its option."""
+    of_split = [(BY_TIME, split.by_time), (BY_COLUMN, split.by_column)] if split else []
+    of_history = [(HISTORY, history.user), (HISTORY, history.time)] if history else []
+    return tuple(pair for pair in (*of_split, *of_history) if pair[1])
 
 
 def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryColumns | None, time_format: str) -> Split:
