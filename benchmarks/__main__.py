@@ -16,9 +16,9 @@ import torch
 from benchmarks.common.harness import add_host_options
 from benchmarks.common.results import add_report_arguments
 from benchmarks.operators import OPERATORS, compare, load, report, run, stress, tune
+from benchmarks.operators.blocks import TUNABLE
 from benchmarks.operators.compare import COMPARABLE
 from benchmarks.operators.killed_rank import add_kill_options
-from benchmarks.operators.tune import TUNABLE, tunable_of
 
 
 def add_cell_options(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def default_cells(options: argparse.Namespace) -> str:
     if options.command == "tune":
-        return tunable_of(options.operator).cells
+        return TUNABLE[options.operator].cells
     return "small" if options.command == "compare" else "all"
 
 

@@ -6,10 +6,9 @@ All ranks take part in every call, with the same choice. The fastest are timed a
 from __future__ import annotations
 
 import argparse
-import importlib
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,15 +23,9 @@ from benchmarks.common.harness import (
     open_world,
     time_finalists,
 )
+from benchmarks.operators.blocks import TUNABLE, Tunable, entry_of
 from benchmarks.operators.case import DTYPE, Case, Operator, Pass
-from dlrm_fused.ops.common.gpus import H100, Gpu, gpu_of
 
-# Each module declares what is tuned of an operator.
-TUNABLE = {
-    "embedding_all_to_all": "lookup_blocks",
-    "gemv_all_reduce": "gemv_blocks",
-    "gemm_all_to_all": "gemm_tiles",
-}
 # Choices that are timed again, and those that the report has.
 _FINALISTS, _REPORTED = 6, 10
 _SEED = 4
@@ -44,39 +37,6 @@ class Choice:
 
     contestant: str
     blocks: Any
-
-
-@dataclass(frozen=True)
-class Tunable:
-    """The blocks of an operator that are tuned.
-
-    Attributes:
-        choices: of a cell on so many ranks: what is used today, then others, in any order.
-        override: makes the kernel use these blocks, None again its own.
-        refined: further choices, made of the fastest ones.
-        table: source of the operator's table, of the records of cells.
-        cells: of the operator's sets, unless another is asked for.
-        contestants: by stage of the cells, the one that is tuned; the first stage unless another is asked for.
-        unlike: contestants that have no blocks, timed beside.
-    """
-
-    choices: Callable[[Any, int], Sequence[Any]]
-    override: Callable[[Any], None]
-    table: Callable[[Sequence[Mapping[str, Any]]], str]
-    cells: str
-    contestants: Mapping[str, str]
-    unlike: Sequence[str]
-    refined: Callable[[Sequence[Any]], Sequence[Any]] = lambda fastest: ()
-
-
-def this_gpu() -> Gpu:
-    """This rank's, as rules take it; without one, an H100."""
-    return gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H100
-
-
-def tunable_of(operator: str) -> Tunable:
-    declared: Tunable = importlib.import_module(f"benchmarks.operators.{TUNABLE[operator]}").TUNABLE
-    return declared
 
 
 def choices_of(tunable: Tunable, cell: Any, ranks: int, most: int | None = None) -> list[Any]:
@@ -172,16 +132,6 @@ class Tuning:
         return call, ""
 
 
-def entry_of(time: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the contestant and the fields of the blocks of a recorded time."""
-    return time["contestant"], list((time["blocks"] or {}).values())
-
-
-def fastest_blocks(cell: Mapping[str, Any]) -> list[Any]:
-    """The fields of the fastest blocks of a record."""
-    return next(blocks for time in cell["times"] if (blocks := entry_of(time)[1]))
-
-
 def line(cell: Mapping[str, Any]) -> str:
     """A line of the log."""
     entries = [(time["us"], *entry_of(time)) for time in cell["times"][:4]]
@@ -201,11 +151,11 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def recorded_table(report: Mapping[str, Any]) -> str:
     """Return the source of an operator's table, from a tuner's recorded results."""
-    return tunable_of(report["operator"]).table(report["cells"])
+    return TUNABLE[report["operator"]].table(report["cells"])
 
 
 def tune(operator: Operator, options: argparse.Namespace) -> int:
     """Measure on the ranks that torchrun has started, and print the table; the exit status."""
     with open_world() as world:
-        Tuning(world, operator, tunable_of(options.operator), options).work()
+        Tuning(world, operator, TUNABLE[options.operator], options).work()
     return 0

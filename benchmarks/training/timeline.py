@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.results import write_results
@@ -46,27 +46,13 @@ PARTS = {
 Kernel = tuple[str, float, float]
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The contents of a trace.
-
-    Attributes:
-        kernels: all of them, in the order of their beginnings.
-        steps: their number.
-        waits: milliseconds of each call by which the host has waited for the device within these steps.
-    """
-
-    kernels: list[Kernel]
-    steps: int
-    waits: list[float]
-
-
 def part_of(kernel: str) -> str:
     """The part of the step to which a kernel of this name belongs."""
     return next(part for part, pattern in PARTS.items() if re.search(pattern, kernel))
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> tuple[list[Kernel], int, list[float]]:
+    """Return all kernels, the number of steps, and milliseconds of each call by which the host waits for the device."""
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
@@ -76,26 +62,24 @@ def read_trace(path: Path) -> Trace:
     end = max((step["ts"] + step["dur"] for step in steps), default=0.0)
     calls = [event for event in events if event.get("cat") == "cuda_runtime" and event["ts"] < end]
     waits = [event["dur"] / 1e3 for event in calls if _WAITS.match(event["name"])]
-    return Trace(sorted(kernels, key=lambda kernel: kernel[1]), len(steps), waits)
+    return kernels, len(steps), waits
 
 
-def step_begins(trace: Trace) -> list[float]:
+def step_begins(kernels: Sequence[Kernel], steps: int) -> list[float]:
     """When each step begins: with a kernel that runs once in each, of these the most regular one.
 
-    There may be more of them than the steps that the host has made: what the device runs at first may be of steps before.
+    There may be more of them than ``steps``, which the host has made: what the device runs at first may be of steps before.
 
     Raises:
         SystemExit: if there is none, or but one step.
     """
     begins = defaultdict[str, list[float]](list)
-    for name, begin, _ in trace.kernels:
+    for name, begin, _ in sorted(kernels, key=lambda kernel: kernel[1]):
         begins[name].append(begin)
     # Some kernel may run as often as there are steps, but several times in one of them.
-    shortest = {
-        name: min(b - a for a, b in itertools.pairwise(of)) for name, of in begins.items() if len(of) >= trace.steps > 1
-    }
+    shortest = {name: min(b - a for a, b in itertools.pairwise(of)) for name, of in begins.items() if len(of) >= steps > 1}
     if not shortest:
-        raise SystemExit(f"{trace.steps} steps, and no kernel that runs once in each: record more with telemetry.profile_steps")
+        raise SystemExit(f"{steps} steps, and no kernel that runs once in each: record more with telemetry.profile_steps")
     return begins[max(shortest, key=lambda name: shortest[name])]
 
 
@@ -114,20 +98,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="the table, as JSON")
     options = parser.parse_args(arguments)
 
-    trace = read_trace(options.trace)
-    begins = step_begins(trace)
+    kernels, made, waits = read_trace(options.trace)
+    begins = step_begins(kernels, made)
     steps, first, last = len(begins) - 1, begins[0], begins[-1]
-    found, idle = busy_and_exposed(((part_of(name), begin, end) for name, begin, end in trace.kernels), first, last)
+    found, idle = busy_and_exposed(((part_of(name), begin, end) for name, begin, end in kernels), first, last)
     by_part = {part: times for part, times in found.items() if times.busy}
     print(table(by_part, idle, steps, last - first))
-    print(f"in {trace.steps} steps the host waits {len(trace.waits)} times, {sum(trace.waits):.2f} ms")
+    print(f"in {made} steps the host waits {len(waits)} times, {sum(waits):.2f} ms")
     if options.output:
         report = {
             "step_ms": (last - first) / steps,
             "nothing_runs_ms": idle / steps,
             "steps": steps,
-            "steps_of_the_host": trace.steps,
-            "waits_of_the_host_ms": trace.waits,
+            "steps_of_the_host": made,
+            "waits_of_the_host_ms": waits,
             "parts": {part: {"busy_ms": of.busy / steps, "exposed_ms": of.exposed / steps} for part, of in by_part.items()},
         }
         write_results(options.output, report)

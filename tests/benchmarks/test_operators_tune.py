@@ -12,11 +12,10 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.common.environment import ROOT
 from benchmarks.operators import load
+from benchmarks.operators.blocks import TUNABLE, all_gemv_blocks, is_of_use, share_of
 from benchmarks.operators.gemm_all_to_all import Product
-from benchmarks.operators.gemm_tiles import is_of_use, share_of
 from benchmarks.operators.gemv_all_reduce import Cell
-from benchmarks.operators.gemv_blocks import all_blocks
-from benchmarks.operators.tune import TUNABLE, choices_of, tunable_of
+from benchmarks.operators.tune import choices_of
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from tests.distributed.launch import run_program
@@ -26,7 +25,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 @pytest.mark.parametrize("operator", TUNABLE)
 def test_what_is_tuned_begins_with_what_is_used_today(operator: str) -> None:
-    tunable = tunable_of(operator)
+    tunable = TUNABLE[operator]
     for cell in load(operator).sets[tunable.cells]():
         today, *others = choices_of(tunable, cell, 4)
         assert today == tunable.choices(cell, 4)[0]
@@ -36,7 +35,7 @@ def test_what_is_tuned_begins_with_what_is_used_today(operator: str) -> None:
 
 def test_all_blocks_of_a_gemv_are_tried() -> None:
     cell = Cell(16, 2048, 8192)
-    assert set(choices_of(tunable_of("gemv_all_reduce"), cell, 4)) >= set(all_blocks(cell.m, cell.n, cell.depth(4)))
+    assert set(choices_of(TUNABLE["gemv_all_reduce"], cell, 4)) >= set(all_gemv_blocks(cell.m, cell.n, cell.depth(4)))
 
 
 def test_tiles_that_are_no_use() -> None:
@@ -57,7 +56,7 @@ def test_of_tiles_that_are_as_fast_the_largest_are_printed() -> None:
             (9.0, "nccl", slow), (10.0, "kernel", small), (10.05, "kernel", large), (10.5, "kernel", slow)
         )
     ]  # fmt: skip
-    table = tunable_of("gemm_all_to_all").table([{"m": 1, "n": 2, "k": 3, "element_size": 2, "times": times}])
+    table = TUNABLE["gemm_all_to_all"].table([{"m": 1, "n": 2, "k": 3, "element_size": 2, "times": times}])
     assert table == "[1, 2, 3, 2, [128, 128, 64, 8, 4, 3, 1, 1]],"
 
 

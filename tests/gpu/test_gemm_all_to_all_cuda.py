@@ -89,13 +89,14 @@ def fp8_weights(group: SymmetricGroup) -> None:
 
 def every_tile_shape(group: SymmetricGroup) -> None:
     """Whatever is tried when they are tuned, the product is right."""
+    from benchmarks.operators.blocks import TUNABLE
     from benchmarks.operators.gemm_all_to_all import Product
-    from benchmarks.operators.tune import choices_of, tunable_of
+    from benchmarks.operators.tune import choices_of
 
     products = Products(group, HALF)
     given = products.draw(*SHAPES[0])
     try:
-        for tiles in choices_of(tunable_of("gemm_all_to_all"), Product(*SHAPES[0]), group.world_size, most=14)[1:]:
+        for tiles in choices_of(TUNABLE["gemm_all_to_all"], Product(*SHAPES[0]), group.world_size, most=14)[1:]:
             gemm_tuning.override(tiles)
             products.check(gemm_all_to_all(products.workspace, *given, schedule="kernel"), *given)
     finally:

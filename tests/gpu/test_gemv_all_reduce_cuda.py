@@ -118,12 +118,12 @@ def many_rows(group: SymmetricGroup, schedule: str = "auto") -> None:
 
 def every_block_shape(group: SymmetricGroup) -> None:
     """Whatever is tried when they are tuned, the sum is right."""
+    from benchmarks.operators.blocks import all_gemv_blocks
+
     rows, columns, depth = 5, 2 * COLUMNS, 4 * DEPTH
     products = Sums(group, HALF, columns=columns)
     given = {key: tensor for key, tensor in products.draw(rows, columns, depth).items() if key in ("x", "weight")}
-    from benchmarks.operators.gemv_blocks import all_blocks
-
-    shapes = list(dict.fromkeys(all_blocks(rows, columns, depth)))
+    shapes = list(dict.fromkeys(all_gemv_blocks(rows, columns, depth)))
     random.Random(1).shuffle(shapes)
     assert shapes or not ON_GPU  # the product is too small on the CPU
     try:
