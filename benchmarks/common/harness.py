@@ -406,14 +406,10 @@ class Ceilings:
     peer_stores: float
     peer_copies: float
 
-    @property
-    def peer(self) -> float:
-        """The better of the two ways to the peers."""
-        return max(self.peer_stores, self.peer_copies)
-
     def transfer_microseconds(self, memory_bytes: float, link_bytes: float) -> float:
         """The least time in which a rank can move so many bytes of its memory, and send so many to its peers meanwhile."""
-        return max(memory_bytes / self.copy, link_bytes / self.peer if link_bytes else 0.0) / 1e3
+        peers = max(self.peer_stores, self.peer_copies)
+        return max(memory_bytes / self.copy, link_bytes / peers if link_bytes else 0.0) / 1e3
 
 
 def measure_ceilings(world: World) -> Ceilings:

@@ -76,10 +76,6 @@ class Case(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no comparison of checkouts")
 
 
-def _nothing_to_compile(world: World, cells: Sequence[Any]) -> Sequence[Pass]:
-    return []
-
-
 class Works(Protocol):
     def __call__(self, world: World, *, tiny: bool) -> Sequence[stress.Work]: ...
 
@@ -102,7 +98,7 @@ class Operator:
     stages: Callable[[Any], Sequence[str]]
     works: Works
     key: str = "stage"
-    to_compile: Callable[[World, Sequence[Any]], Sequence[Pass]] = _nothing_to_compile
+    to_compile: Callable[[World, Sequence[Any]], Sequence[Pass]] = lambda world, cells: []
 
     def cells(self, name: str, match: str) -> list[Any]:
         """Return the cells of a set in whose name the regular expression is found."""

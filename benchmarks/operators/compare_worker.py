@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +70,19 @@ class Worker:
         return statistics.median(times) * 1e6 / self.case.calls
 
 
-def serve(tell: Callable[[Any], None]) -> None:
-    """Do what the lines on stdin say until it is closed."""
-    with open_world() as world:
-        worker = Worker(world)
-        for line in sys.stdin:
-            name, *arguments = json.loads(line)
-            tell(getattr(worker, name)(*arguments))
-        worker.case = None
-
-
 def main() -> None:
+    """Do what the lines on stdin say until it is closed."""
     if not Path(dlrm_fused.__file__).is_relative_to(sys.argv[1]):
         raise SystemExit(f"{dlrm_fused.__file__} was imported instead of that of the checkout {sys.argv[1]}")
     # Libraries print to stdout too: answers go through a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(lambda answer: print(json.dumps(answer), file=answers, flush=True))
+    with open_world() as world:
+        worker = Worker(world)
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            print(json.dumps(getattr(worker, name)(*arguments)), file=answers, flush=True)
+        worker.case = None
 
 
 if __name__ == "__main__":

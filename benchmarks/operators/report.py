@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.operators import OPERATORS
-from benchmarks.operators.tune import recorded_table
+from benchmarks.operators.blocks import TUNABLE
 
 Result = Mapping[str, Any]
 
@@ -167,7 +167,7 @@ def report(file: Path, picture: Path | None) -> int:
     """Print the tables of recorded results, and draw them; the exit status."""
     content = json.loads(file.read_text())
     if all("times" in cell for cell in content.get("cells", [{}])):
-        print(recorded_table(content))
+        print(TUNABLE[content["operator"]].table(content["cells"]))
         return 0
     if not any(key in cell for cell in content.get("cells", []) for key in _KEYS):
         raise SystemExit(f"{file} has no cells of an operator's benchmark: one of {', '.join(OPERATORS)}")

@@ -149,11 +149,6 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"best_over_chosen": statistics.geometric_mean(gains) if gains else None}
 
 
-def recorded_table(report: Mapping[str, Any]) -> str:
-    """Return the source of an operator's table, from a tuner's recorded results."""
-    return TUNABLE[report["operator"]].table(report["cells"])
-
-
 def tune(operator: Operator, options: argparse.Namespace) -> int:
     """Measure on the ranks that torchrun has started, and print the table; the exit status."""
     with open_world() as world:

@@ -5,7 +5,6 @@ The fused lookup needs Triton's interpreter, so ranks of its test are processes 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -27,18 +26,12 @@ from benchmarks.operators.all_gather_gemm import PAIRS
 from dlrm_fused.models import expert_parallel
 from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.moe import ExpertWorkspace
+from tests.benchmarks.test_operators import CALLED, change_results
 from tests.distributed.launch import Ended, run_program
 
 ON_THE_CPU = ("all_gather_gemm", "expert_layer", "gemm_all_to_all", "gemv_all_reduce")
 QUICK = {("gemv_all_reduce", "one host"), ("expert_layer", "two hosts")}
 TWO_BY_TWO = ("--slices-by", "messages", "--ranks-per-host", "2")
-# A mistake is put into these: a module, and the operator as it calls it.
-CALLED = {
-    "gemv_all_reduce": ("benchmarks.operators.gemv_all_reduce", "gemv_all_reduce"),
-    "gemm_all_to_all": ("benchmarks.operators.gemm_all_to_all", "gemm_all_to_all"),
-    "expert_layer": ("dlrm_fused.models.expert_parallel", "expert_layer_with_slots"),
-    "all_gather_gemm": ("benchmarks.operators.all_gather_gemm", "call"),
-}
 
 
 def stress(operator: str, arguments: list[str]) -> None:
@@ -74,20 +67,16 @@ def test_repeated_works_with_random_delays_have_the_same_bits(operator: str, tmp
 
 def _stress_with_a_rare_mistake(operator: str, arguments: list[str]) -> None:
     """In a late result that is not empty, one element of rank 1 differs in its last bit."""
-    module, name = CALLED[operator]
-    holder = importlib.import_module(module)
-    right, calls = getattr(holder, name), itertools.count()
+    calls = itertools.count()
 
-    def wrong(*given: Any, **options: Any) -> Any:
-        results = right(*given, **options)
-        first = results[0] if isinstance(results, tuple) else results
-        if torch.distributed.get_rank() != 1 or not len(first) or next(calls) != 45:
-            return results
-        first = first.clone()
-        first.detach().view(torch.int16)[0, 3] += 1
-        return (first, *results[1:]) if isinstance(results, tuple) else first
+    def with_another_bit(result: torch.Tensor) -> torch.Tensor:
+        if not len(result) or next(calls) != 45:
+            return result
+        result = result.clone()
+        result.detach().view(torch.int16)[0, 3] += 1
+        return result
 
-    setattr(holder, name, wrong)
+    change_results(*CALLED[operator], with_another_bit)
     stress(operator, arguments)
 
 
