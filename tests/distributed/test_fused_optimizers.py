@@ -253,5 +253,5 @@ def _train(folder: Path, steps: int, comm: str, *settings: str) -> Path:
 def _train_with_adam(config: Config) -> None:
     provide_adam_on_the_cpu()
     rank = Rank.from_environment()
-    with mock.patch("dlrm_fused.sharding.parallel._refuse_missing_optimizer"):
+    with mock.patch("dlrm_fused.sharding.parallel._check_for_cpu"):
         trainer.train(config, rank, ErrorStore(rank))
