@@ -132,7 +132,7 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     if histories:
         schema = replace(schema, token_features=_write_tokens(folder, schema, ratings, histories, train))
     for split in SPLITS:
-        part = ratings[rows[split]]
+        part = ratings.select("rating", *single, "genre_ids")[rows[split]]
         with ExitStack() as stack:
             labels = part["rating"].to_numpy() >= options.like_rating
             ids = id_columns(part.select(*single, genres="genre_ids"))
@@ -186,13 +186,14 @@ def _with_features(release: Release, train: Int, histories: Histories | None) ->
         *(pl.col(name).replace_strict(_vocabulary(release.users[name]), default=0).alias(f"{name}_id") for name in TEXTS),
     )
     genre_ids = pl.element().replace_strict(_vocabulary(_genres(release)), return_dtype=pl.Int64)
-    movies = release.movies.select("movie", "year", genre_ids=pl.col("genres").list.eval(genre_ids).cast(pl.List(pl.Int64)))
+    movies = release.movies.select("movie", "year", genre_ids=pl.col("genres").list.eval(genre_ids).cast(pl.List(pl.Int32)))
     for table, key in ((users, "user"), (movies, "movie")):
         ratings = ratings.join(table, on=key, how="left", maintain_order="left")
     ids = ["user_id", "item_id", "age_group", *(f"{name}_id" for name in TEXTS)]
     has_genres = pl.col("genre_ids").list.len().fill_null(0) > 0
+    unknown = pl.lit([0], pl.List(pl.Int32))
     return ratings.with_columns(
-        pl.col(ids).fill_null(0).cast(pl.Int64), genre_ids=pl.when(has_genres).then("genre_ids").otherwise(pl.lit([0]))
+        pl.col(ids).fill_null(0).cast(pl.Int32), genre_ids=pl.when(has_genres).then("genre_ids").otherwise(unknown)
     )
 
 
@@ -234,7 +235,7 @@ def _write_tokens(
     output: Path, schema: DatasetSchema, ratings: pl.DataFrame, histories: Histories, train: Int
 ) -> tuple[SparseFeature, ...]:
     """Write the interactions; returns the token features, with the average sizes of bags in the samples ``train``."""
-    in_order = ratings[histories.order]
+    in_order = ratings.select("item_id", "rating", "genre_ids")[histories.order]
     tokens = in_order.select(
         token_item="item_id",
         token_response=np.rint(2 * in_order["rating"].to_numpy()).astype(np.int64),
