@@ -2,7 +2,7 @@
 # make train   setup, MovieLens-100K, and a training run on it
 # make test    setup, linters, type checks and tests of every feature (no GPU needed)
 # make test-all    the same with the tests marked `slow`: long soaks, exhaustive cases; the sharder with interpreted kernels;
-#                  what .ci/run does
+#                  before a release, and after changes of many parts
 # make test-stack  the tests that tell most about a release of torch: with STACK and VENV of its own, what .ci/run does beside
 # make test-triton    kernels compile with the Triton of the oldest stack, too; part of what .ci/run does
 # make test-hosts  what takes longest, most of it on several hosts (network namespaces, Slurm), as root; not part of test-all

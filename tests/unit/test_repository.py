@@ -96,7 +96,7 @@ def test_continuous_integration_runs_make_test_and_its_most_telling_part_on_the_
     lines = script.read_text().splitlines()
     assert f'newest="VENV=.venv-newest STACK={VERSION_SETS[-1]["torch"]}"' in lines
     assert lines[-1] == "make test-stack $newest"
-    assert "make test-all" in lines
+    assert {"make --jobs=2 lint test-without-kernels", "make test-all-with-kernels", "make test-triton"} <= set(lines)
 
 
 def test_what_is_tested_on_each_stack_is_there() -> None:
