@@ -17,7 +17,15 @@ from torch import Tensor
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.data_settings import rows_of_tables
-from dlrm_fused.datasets.parquet_files import DecodedRowGroup, RowGroup, check_same_columns, decode, open_files, schema_of
+from dlrm_fused.datasets.parquet_files import (
+    DecodedRowGroup,
+    RowGroup,
+    check_same_columns,
+    decode,
+    dense_columns,
+    open_files,
+    schema_of,
+)
 from dlrm_fused.datasets.row_group_order import RowGroupOrder, equal_runs
 from dlrm_fused.datasets.schema import labels_shape
 from dlrm_fused.datasets.storage import ranges
@@ -60,7 +68,7 @@ class ParquetDataset:
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
         self._sample_weight = config.data.sample_weight
         self.stored_schema = stored = schema_of(schema, groups, config.data.labels, self._sample_weight, config.embedding.rows)
-        self.has_dense = any(name in schema.names for name in stored.dense_features)
+        self.has_dense = bool(dense_columns(stored, schema.names, self._sample_weight))
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
         self._jagged = [feature.name for feature in stored.sparse_features if feature.jagged]
         pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")

@@ -8,7 +8,7 @@ its ``pooling_factor``, as ``data/prepare.py parquet`` writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,15 @@ def _stated(columns: pa.Schema, feature: str, key: bytes) -> float | None:
     return number
 
 
+def dense_columns(schema: DatasetSchema, columns: Collection[str], sample_weight: str) -> tuple[str, ...]:
+    """Return the dense features that files with these columns have; none where the only one is the constant.
+
+    Labels, weights or ids may have the constant's name.
+    """
+    others = {*schema.labels, sample_weight, *(feature.name for feature in schema.sparse_features)}
+    return tuple(name for name in schema.dense_features if name in columns and name not in others)
+
+
 def _pooling_factor(columns: pa.Schema, footer: pq.FileMetaData, feature: str) -> float:
     """Ids of a sample on average, as the files state them, or else of the first file; there an empty list counts as one."""
     stated = _stated(columns, feature, POOLING_FACTOR)
@@ -237,9 +246,8 @@ def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_row
     except (pa.ArrowException, OSError) as error:
         raise _damaged(str(group), error) from None
     dense = np.ones((table.num_rows, len(schema.dense_features)), np.float32)  # ones without a dense feature
-    for number, name in enumerate(schema.dense_features):
-        if name in table.column_names:
-            dense[:, number] = _floats(table, name, group)
+    for number, name in enumerate(dense_columns(schema, table.column_names, sample_weight)):
+        dense[:, number] = _floats(table, name, group)
     check_finite(dense, schema.dense_features, str(group), _REMEDY)
     single = np.empty((table.num_rows, sum(not feature.jagged for feature in schema.sparse_features)), np.int32)
     jagged = {}

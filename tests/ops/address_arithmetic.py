@@ -285,7 +285,7 @@ _BOUNDED = {
         "keys = peer_pointer(cache, 0, 0, DTYPE) + (layer * 2 * HEADS": "heads of all layers",
         "part = (split * HEADS + head) * rows + row": _PARTS,
         "query = projected + row[:, None] * (HEADS * 3 * D_HEAD)": _PARTS,
-        "store(parts + part[:, None] * D_HEAD": _PARTS,
+        "tl.store(parts + part[:, None] * D_HEAD": _PARTS,
         "own = projected + (row * HEADS + head) * 3 * D_HEAD": _PARTS,
         "at_result = result + (row * HEADS + head) * D_HEAD": _PARTS,
         "attended = tl.load(parts + part[:, None] * D_HEAD": _PARTS,

@@ -620,10 +620,10 @@ def test_an_instruction_that_an_architecture_lacks_is_found(architecture: str, k
 )
 def test_float8_weights_are_refused_where_kernels_cannot_read_them(error: str) -> None:
     """On Ada the first error is another one: there is no such GPU here, so that the tensors are on the CPU."""
-    workspace: Any = SimpleNamespace(name="moe", dtype=HALF, group=SimpleNamespace(device=torch.device("cuda", 0)))
+    workspace: Any = SimpleNamespace(name="products", dtype=HALF, device=torch.device("cuda", 0), world_size=2)
     weight = rows().to(gemm_op.FP8)
     with pytest.raises(UsageError, match=re.escape(error)):
-        gemm_op._check_matrices(workspace, weight, weight, 2, torch.zeros(len(weight)))
+        gemm_op._check_matrices(workspace, weight, weight, torch.zeros(len(weight)))
 
 
 def tiles_that_are_chosen(memory: int) -> set[gemm_tuning.Tiles]:
