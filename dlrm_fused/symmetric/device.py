@@ -197,7 +197,8 @@ def report_fault(channel, kind, peer, epoch, awaited):
     """Record the first fault of a channel where the host reads it, and stop all later kernels of the channel."""
     first = tl.atomic_cas(channel.state + FAULT, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
     if first == 0:
-        record = channel.control.to(tl.pointer_type(tl.int64))
+        # Triton passes an address below 2^31, as of the heap of some Pythons, in 32 bits.
+        record = channel.control.to(tl.int64).to(tl.pointer_type(tl.int64))
         tl.store(record + WAITING, tl.full((), channel.rank, tl.int64))
         tl.store(record + PEER, peer + tl.zeros((), tl.int64))
         tl.store(record + FAULT_EPOCH, epoch)

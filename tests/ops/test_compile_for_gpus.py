@@ -178,9 +178,10 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
     gemm_tuning.override(None)
 
 
-def channel() -> Any:
+def channel(control: int = 1 << 46) -> Any:
+    """A channel whose words for the host are at an address ``control``."""
     words = torch.zeros(8, dtype=torch.int64)
-    args = channel_args(words, words, words, words.data_ptr(), 10**10, RANK, WORLD)
+    args = channel_args(words, words, words, control, 10**10, RANK, WORLD)
     group = SimpleNamespace(rank=RANK, world_size=WORLD, hosts=ONE_HOST, device=torch.device("cpu"))
     return SimpleNamespace(args=args, group=group)
 
@@ -499,6 +500,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "attention_fp32": (lambda: launch_attention(SINGLE), {"_part_kernel", "_merge_kernel"}),
     "adagrad": (launch_adagrad, {"adagrad_kernel"}),
     "meeting": (lambda: meeting.meet(channel(), 1), {"meet_kernel"}),
+    "meeting_low_address": (lambda: meeting.meet(channel(control=1 << 20), 1), {"meet_kernel"}),
     "waits": (launch_waits, {"_poll", "poll"}),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
