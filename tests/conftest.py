@@ -66,11 +66,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        reason = reason_to_skip(marks, IS_INTERPRETED)
+        reason = reason_to_skip(marks, IS_INTERPRETED) or _lack_of_gpus(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
         if "xdist_group" not in marks and _shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
+def _lack_of_gpus(item: pytest.Item) -> str | None:
+    needed = max((count for mark in item.iter_markers("gpu") for count in mark.args), default=0)
+    if not needed:
+        return None
+    from torch.cuda import device_count
+
+    return f"needs {needed} CUDA devices" if device_count() < needed else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

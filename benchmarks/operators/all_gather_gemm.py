@@ -17,7 +17,6 @@ from benchmarks.operators import stress
 from benchmarks.operators.case import (
     DTYPE,
     SUM_TOLERANCE,
-    TIMEOUT_SECONDS,
     TOLERANCE,
     MatrixProduct,
     Multiply,
@@ -25,6 +24,7 @@ from benchmarks.operators.case import (
     Pass,
     ProductCase,
     draw_operands,
+    workspace_for,
 )
 from dlrm_fused.ops.all_gather_gemm import (
     ShardWorkspace,
@@ -61,13 +61,14 @@ class Layer(MatrixProduct):
         shard = self.m // ranks
         return (shard, self.m) if self.pair.moves_first else (self.m, shard)
 
+    @property
     def travelling(self) -> int:
         """Columns of the matrix whose shards travel."""
         return self.k if self.pair.moves_first else self.n
 
     def work(self, ranks: int) -> Work:
         """Operands are read once, the result is written once; what travels is written and read besides."""
-        sent = self.m // ranks * self.travelling() * (ranks - 1)
+        sent = self.m // ranks * self.travelling * (ranks - 1)
         elements = sum(self.rows(ranks)[i] * width for i, width in enumerate((self.k, self.n))) + self.n * self.k + 2 * sent
         return Work(2 * self.m * self.n * self.k, DTYPE.itemsize * elements, DTYPE.itemsize * sent)
 
@@ -92,18 +93,6 @@ def tolerance_of(pair: Pair) -> float:
     return TOLERANCE if pair.moves_first else SUM_TOLERANCE
 
 
-def new_workspace(world: World, cells: Sequence[Layer], name: str) -> ShardWorkspace:
-    """For all of the cells. Collective."""
-    return ShardWorkspace(
-        world.symmetric,
-        name=name,
-        max_rows=max(cell.m for cell in cells),
-        max_columns=max(cell.travelling() for cell in cells),
-        dtype=DTYPE,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-
-
 class LayerCase(ProductCase):
     """A cell on this rank."""
 
@@ -112,13 +101,13 @@ class LayerCase(ProductCase):
     def __init__(self, world: World, cell: Layer) -> None:
         rows = cell.rows(world.size)[0]
         super().__init__(world, cell, draw_operands(world, rows, cell.n, cell.k, count=cell.operands))
-        self.workspace, self.tolerance = new_workspace(world, [cell], "benchmark"), tolerance_of(cell.pair)
+        self.workspace, self.tolerance = workspace_for(ShardWorkspace, world, [cell], "benchmark"), tolerance_of(cell.pair)
 
         def empty(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=DTYPE, device=world.device)
 
         self.buffer = empty(cell.m, cell.n)
-        self.travelling = empty(cell.m, cell.travelling())
+        self.travelling = empty(cell.m, cell.travelling)
         self.shard = empty(cell.m // world.size, cell.n)
 
     def nccl(self, number: int) -> Tensor:
@@ -155,7 +144,7 @@ class LayerCase(ProductCase):
 
 def to_compile(world: World, cells: Sequence[Layer]) -> Sequence[Pass]:
     """Collective."""
-    workspace = new_workspace(world, cells, "compilation")
+    workspace = workspace_for(ShardWorkspace, world, cells, "compilation")
 
     @torch.no_grad()
     def compiled(cell: Layer, schedule: str) -> None:
@@ -181,7 +170,7 @@ def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
     """Products by every schedule, which share one workspace. Collective."""
     shapes = STRESSED_TINY if tiny else STRESSED
     cells = [Layer(rows * world.size, columns, depth, pair) for pair in PAIRS for rows, columns, depth in shapes]
-    workspace = new_workspace(world, cells, "stress")
+    workspace = workspace_for(ShardWorkspace, world, cells, "stress")
     return [
         stressed(world, workspace, cell, schedule, number)
         for number, cell in enumerate(cells)

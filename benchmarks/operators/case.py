@@ -8,13 +8,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from benchmarks.common.harness import HALF, Work, World, relative_error
 from benchmarks.operators import stress
+from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 
 # One or several calls of a contestant.
 Pass = Callable[[], object]
@@ -131,6 +132,11 @@ class MatrixProduct:
         return f"{self.m}x{self.n}x{self.k}"
 
     @property
+    def travelling(self) -> int:
+        """Columns of the matrix that travels: the result."""
+        return self.n
+
+    @property
     def operands(self) -> int:
         """Return how many operands take turns."""
         return operands_in_turn(DTYPE.itemsize * self.k * (self.m + self.n))
@@ -152,6 +158,15 @@ def draw_operands(
 
     drawn = count if world.device.type == "cuda" else min(2, count)
     return [(normal(rows, 1.0), normal(columns, (whole_depth or depth) ** -0.5)) for _ in range(drawn)]
+
+
+W = TypeVar("W", bound=MatrixWorkspace)
+
+
+def workspace_for(kind: type[W], world: World, cells: Sequence[MatrixProduct], name: str) -> W:
+    """Return a workspace that has room for what travels of all cells. Collective."""
+    rows, columns = max(cell.m for cell in cells), max(cell.travelling for cell in cells)
+    return kind(world.symmetric, name=name, max_rows=rows, max_columns=columns, dtype=DTYPE, timeout_seconds=TIMEOUT_SECONDS)
 
 
 class ProductCase(Case):

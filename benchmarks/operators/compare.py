@@ -55,7 +55,8 @@ class Checkout:
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = dict(os.environ)
+        # Processes that compile ahead import kernels before the worker has said from where.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
         if not torch.cuda.is_available():
             environment["TRITON_INTERPRET"] = "1"
         # -P: the folder of the worker's file is not searched for modules.

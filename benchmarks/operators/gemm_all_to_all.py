@@ -15,7 +15,6 @@ from benchmarks.common.harness import Work, World
 from benchmarks.operators import stress
 from benchmarks.operators.case import (
     DTYPE,
-    TIMEOUT_SECONDS,
     TOLERANCE,
     MatrixProduct,
     Multiply,
@@ -23,6 +22,7 @@ from benchmarks.operators.case import (
     Pass,
     ProductCase,
     draw_operands,
+    workspace_for,
 )
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
@@ -54,18 +54,6 @@ class Product(MatrixProduct):
         return Work(2 * self.m * self.n * self.k, DTYPE.itemsize * elements, DTYPE.itemsize * sent)
 
 
-def new_workspace(world: World, cells: Sequence[Product], name: str) -> GemmWorkspace:
-    """For all of the cells. Collective."""
-    return GemmWorkspace(
-        world.symmetric,
-        name=name,
-        max_rows=max(cell.m for cell in cells),
-        max_columns=max(cell.n for cell in cells),
-        dtype=DTYPE,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-
-
 def in_fp64(x: Tensor, weight: Tensor) -> Tensor:
     """The result. Collective."""
     product = x.double() @ weight.double().t()
@@ -83,7 +71,7 @@ class GemmCase(ProductCase):
         super().__init__(world, cell, draw_operands(world, cell.m, cell.n, cell.k, count=cell.operands))
         self.buffer, self.received = (torch.empty(cell.m, cell.n, dtype=DTYPE, device=world.device) for _ in range(2))
         count = -(-len(self.operands) // _HELD_RESULTS)
-        self.workspaces = [new_workspace(world, [cell], f"benchmark {number}") for number in range(count)]
+        self.workspaces = [workspace_for(GemmWorkspace, world, [cell], f"benchmark {number}") for number in range(count)]
         self.arrivals = Arrivals(world.device)
         self.schedule = self.choose_schedule()
 
@@ -147,7 +135,7 @@ class GemmCase(ProductCase):
 
 def to_compile(world: World, cells: Sequence[Product]) -> Sequence[Pass]:
     """Collective."""
-    workspace = new_workspace(world, cells, "compilation")
+    workspace = workspace_for(GemmWorkspace, world, cells, "compilation")
 
     @torch.no_grad()
     def call(cell: Product, schedule: str) -> None:
@@ -170,7 +158,7 @@ _REPEATS = 3
 def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
     """Several works of each shape with other operands, so that a result of another call is seen. Collective."""
     cells = [replace(cell, m=cell.m * world.size) for cell in (STRESSED_TINY if tiny else STRESSED)]
-    workspace = new_workspace(world, cells, "stress")
+    workspace = workspace_for(GemmWorkspace, world, cells, "stress")
     return [stressed(world, workspace, cell, i * _REPEATS + j) for i, cell in enumerate(cells) for j in range(_REPEATS)]
 
 

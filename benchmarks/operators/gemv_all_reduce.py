@@ -20,14 +20,15 @@ from benchmarks.operators import stress
 from benchmarks.operators.case import (
     DTYPE,
     SUM_TOLERANCE,
-    TIMEOUT_SECONDS,
     TOLERANCE,
+    MatrixProduct,
     Multiply,
     Operator,
     Pass,
     ProductCase,
     draw_operands,
     operands_in_turn,
+    workspace_for,
 )
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, SCATTER
@@ -43,18 +44,8 @@ _CALLS_OF_A_PASS = 48
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A product whose depth is split over the ranks.
-
-    Attributes:
-        m: rows of x: candidates or tokens.
-        n: columns of the result.
-        k: the depth, of all ranks together.
-    """
-
-    m: int
-    n: int
-    k: int
+class Cell(MatrixProduct):
+    """A product whose depth is split over the ranks; k is that of all ranks together, m are candidates or tokens."""
 
     @property
     def name(self) -> str:
@@ -75,21 +66,9 @@ class Cell:
         sent = 2 * DTYPE.itemsize * self.m * self.n * (ranks - 1) / ranks
         return Work(0, DTYPE.itemsize * (self.n * depth + self.m * depth + self.m * self.n), sent)
 
-    def operands(self, ranks: int) -> int:
+    def operands_of_rank(self, ranks: int) -> int:
         """Return how many operands take turns."""
         return 1 if self.is_large else operands_in_turn(DTYPE.itemsize * self.n * self.depth(ranks), least=2, most=1000)
-
-
-def new_workspace(world: World, cells: Sequence[Cell], name: str = "benchmark") -> GemvWorkspace:
-    """For all of the cells. Collective."""
-    return GemvWorkspace(
-        world.symmetric,
-        name=name,
-        max_columns=max(cell.n for cell in cells),
-        max_rows=max(cell.m for cell in cells),
-        dtype=DTYPE,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
 
 
 def tolerance_of(cell: Cell, world: World) -> float:
@@ -104,10 +83,10 @@ class GemvCase(ProductCase):
     rivals = ("nccl", *SYMMETRIC, "gemm")
 
     def __init__(self, world: World, cell: Cell) -> None:
-        count = cell.operands(world.size)
+        count = cell.operands_of_rank(world.size)
         depth = cell.depth(world.size)
         super().__init__(world, cell, draw_operands(world, cell.m, cell.n, depth, count=count, whole_depth=cell.k))
-        self.workspace, self.buffer = new_workspace(world, [cell]), self.symmetric_buffer()
+        self.workspace, self.buffer = workspace_for(GemvWorkspace, world, [cell], "benchmark"), self.symmetric_buffer()
         self.tolerance = tolerance_of(cell, world)
         self.turns = 1 if cell.is_large or world.device.type != "cuda" else max(1, _CALLS_OF_A_PASS // count)
 
@@ -194,7 +173,7 @@ class GemvCase(ProductCase):
 
 def to_compile(world: World, cells: Sequence[Cell]) -> Sequence[Pass]:
     """Collective."""
-    workspace = new_workspace(world, cells, "compilation")
+    workspace = workspace_for(GemvWorkspace, world, cells, "compilation")
 
     @torch.no_grad()
     def call(cell: Cell) -> None:
@@ -220,7 +199,7 @@ STRESSED_TINY = ((1, 16, 16), (3, 32, 24), (70, 16, 16))
 def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
     """Several works of each shape with other operands, so that a result of another call is seen. Collective."""
     cells = [Cell(m, n, k * world.size) for m, n, k in (STRESSED_TINY if tiny else STRESSED)]
-    workspace = new_workspace(world, cells, "stress")
+    workspace = workspace_for(GemvWorkspace, world, cells, "stress")
     return [stressed(world, workspace, cell, i + j) for i, cell in enumerate(cells) for j in range(2 if tiny else 3)]
 
 

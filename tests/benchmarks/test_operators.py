@@ -77,8 +77,8 @@ def test_operands_that_take_turns_are_three_times_the_cache_or_eight() -> None:
         assert 1 <= cell.operands <= 8
         assert cell.operands == 8 or cell.operands * DTYPE.itemsize * cell.k * (cell.m + cell.n) >= ROTATED_BYTES
     for cell in load("gemv_all_reduce").sets["small"]():
-        assert cell.operands(4) >= 2
-        assert cell.operands(4) * cell.n * (cell.k // 4) * DTYPE.itemsize >= ROTATED_BYTES
+        assert cell.operands_of_rank(4) >= 2
+        assert cell.operands_of_rank(4) * cell.n * (cell.k // 4) * DTYPE.itemsize >= ROTATED_BYTES
 
 
 def test_rows_of_sharded_layers_are_of_whole_tiles_for_eight_ranks() -> None:

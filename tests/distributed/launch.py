@@ -36,6 +36,7 @@ from torch import Tensor
 from dlrm_fused.config import Config, Split, load_config
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training import trainer
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointFolder, LocalShards, model_state, optimizer_state, restore
@@ -270,6 +271,15 @@ def _load_tables(config: Config, step: int | None) -> Pieces:
             restore(folder.of(step), sharded, folder.progress(step), device)
         state = {**model_state(sharded), **optimizer_state(sharded)}
         return {key: value.shards for key, value in state.items() if isinstance(value, LocalShards)}
+
+
+@contextmanager
+def cpu_group() -> Iterator[SymmetricGroup]:
+    """The symmetric group of all ranks, on the CPU, within a process group. Collective."""
+    with process_group(Rank.from_environment(), torch.device("cpu")):
+        group = symmetric_group()
+        yield group
+        group.close()
 
 
 @contextmanager

@@ -7,10 +7,7 @@ import torch
 
 from tests.ops.test_adagrad import check_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])

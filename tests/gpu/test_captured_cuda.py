@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from dlrm_fused.models import captured
 from dlrm_fused.models.captured import CapturedFunction
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 
 class Scorer:
@@ -238,7 +235,7 @@ def test_one_result_is_given_as_it_is() -> None:
     torch.testing.assert_close(x.grad, 2 * upstream @ layer.weight)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_it_is_captured_on_the_device_of_its_inputs() -> None:
     layer = nn.Linear(4, 4).to("cuda:1")
     double = CapturedFunction(lambda x: layer(x) * 2, lambda: [layer])

@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.launch import losses, metrics
 from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, gpu_counts, train_together
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 
 @pytest.mark.parametrize("comm", ["fused", "baseline"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import DataType
@@ -14,10 +13,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.test_drop_in import PER_FEATURE, TRAIN, Case, differences, group_of, odd_case, shard
 from tests.distributed.test_resharding import CASE, MOVES, fused_sharder, reshard, step, train_and_move
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 CASES = 40
 
 

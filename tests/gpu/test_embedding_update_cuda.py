@@ -23,10 +23,7 @@ from tests.ops.embedding_all_to_all.lookups import (
     states_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 
 def random(seed: int = 0) -> torch.Generator:

@@ -11,10 +11,7 @@ from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from tests.unit.prepared_sets import write_prepared_set
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 CPU = torch.device("cpu")
 # Ids of each feature in MLPerf's DLRM-DCNv2.

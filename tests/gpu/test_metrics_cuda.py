@@ -7,10 +7,7 @@ import torch
 
 from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues, LossTracker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 
 @pytest.fixture

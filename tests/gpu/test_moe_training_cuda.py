@@ -17,10 +17,7 @@ from dlrm_fused.training.runtime import Rank, choose_device, process_group
 from tests.distributed.launch import run_ranks, small_config
 from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, check_losses_of_groups, gpu_counts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 SETTINGS = [
     "model.kind=dcnv2",

@@ -11,7 +11,7 @@ from tests.distributed.launch import run_ranks
 from tests.inference.test_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
 from tests.inference.test_online import HISTORY, Requests, scores, with_scorer, with_scorers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu(1)
 # Its model has four heads.
 RANKS = next((n for n in (4, 2) if n <= torch.cuda.device_count()), 1)
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -22,10 +22,12 @@ def after_warm_up(scorer: OnlineScorer, requests: Requests, numbers: list[int]) 
     return scores(scorer, requests, numbers)
 
 
-@pytest.mark.parametrize(("ranks", "fused"), [(1, False), (RANKS, False), (RANKS, True)], ids=["one", "baseline", "fused"])
+@pytest.mark.parametrize(
+    ("ranks", "fused"),
+    [(1, False), (RANKS, False), pytest.param(RANKS, True, marks=pytest.mark.gpu(2))],
+    ids=["one", "baseline", "fused"],
+)
 def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool) -> None:
-    if fused and ranks == 1:
-        pytest.skip("needs two CUDA devices")
     requests = Requests([0, 1, 65, HISTORY], count=72)
     expected = requests.of_full_model()
     results = run_ranks(ranks, with_scorers, fused, list(TOLERANCES), after_warm_up, requests, [1, 64, 7])

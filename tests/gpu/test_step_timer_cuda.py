@@ -7,10 +7,7 @@ import torch
 
 from dlrm_fused.training.step_timer import PARTS, StepTimer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 # About 5 ms at the clock of a data center GPU.
 CYCLES = 10_000_000

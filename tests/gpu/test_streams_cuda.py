@@ -118,14 +118,7 @@ def sums(group: SymmetricGroup, name: str, schedule: str, rows: int) -> Calls:
 def experts(group: SymmetricGroup, name: str) -> Calls:
     count, hidden = 2 * group.world_size, 2 * COLUMNS
     workspace = ExpertWorkspace(
-        group,
-        name=name,
-        experts=count,
-        top_k=2,
-        max_tokens=ROWS,
-        width=COLUMNS,
-        dtype=HALF,
-        timeout_seconds=TIMEOUT_SECONDS,
+        group, name=name, experts=count, top_k=2, max_tokens=ROWS, width=COLUMNS, dtype=HALF, timeout_seconds=TIMEOUT_SECONDS
     )
     w_in = (drawn(group, 0, 2, hidden, COLUMNS) * COLUMNS**-0.5).requires_grad_()
     w_out = (drawn(group, 1, 2, COLUMNS, hidden) * hidden**-0.5).requires_grad_()

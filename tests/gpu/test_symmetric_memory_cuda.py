@@ -19,11 +19,8 @@ from dlrm_fused.symmetric.device import polls_per_second
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-several_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = pytest.mark.gpu(1)
+several_gpus = pytest.mark.gpu(2)
 UNIT = 4096
 
 

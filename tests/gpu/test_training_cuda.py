@@ -6,17 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.killing import assert_same_outcome, kill_at_step
 from tests.distributed.launch import losses, small_config, start_training
 from tests.distributed.launch import train as train_ranks
 from tests.gpu.training_runs import gpu_counts, train_together
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu(1)
 
 # With all that replays, which needs batches of one size: fused lookups, a dense part in one tensor.
 KILLED = [

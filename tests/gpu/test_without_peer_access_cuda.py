@@ -8,17 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.launch import losses
 from tests.gpu.test_moe_training_cuda import SETTINGS as EXPERTS
 from tests.gpu.test_transformer_training_cuda import SETTINGS as TRANSFORMER
 from tests.gpu.training_runs import LOG, WITHOUT_AMPLIFIED_ROUNDING, train_together
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 GPUS = 2
 MODELS = {
     "dlrm": ["model.kind=dlrm", *WITHOUT_AMPLIFIED_ROUNDING],

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm_fused.ops.gemm_all_to_all import FP8, tuning
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import on_hosts, run_ranks
+from tests.distributed.launch import cpu_group, on_hosts, run_ranks
 
 SMALL_TILES = tuning.Tiles(rows=16, columns=32, depth=16, band=2, warps=4, stages=2, programs=1)
 
@@ -84,37 +84,35 @@ def _run_calls(operator: Operator, calls: Calls) -> list[str]:
     if calls.mutate is not None:
         calls.mutate()
     tuning.override(SMALL_TILES)
-    rank = Rank.from_environment()
-    delays, wrong = random.Random(rank.index), []
+    wrong: list[str] = []
     held: list[tuple[int, Tensor, Tensor]] = []
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
+        delays = random.Random(group.rank)
         workspace = operator.make_workspace(group, calls.dtype)
         for number in range(calls.count):
             case = calls.cases[number % len(calls.cases)]
-            inputs = operator.draw(case, rank.world_size, number, calls.dtype)
-            if delays.random() < 0.2 or rank.index == calls.straggler:
+            inputs = operator.draw(case, group.world_size, number, calls.dtype)
+            if delays.random() < 0.2 or group.rank == calls.straggler:
                 time.sleep(delays.uniform(0, calls.delay_seconds))
-            own = inputs[rank.index]
+            own = inputs[group.rank]
             leaves = {"x": own.x, "weight": own.weight} if calls.with_gradients else {}
             for leaf in leaves.values():
                 leaf.requires_grad_(leaf.dtype != FP8)
             result = operator.call(workspace, case, own)
             with torch.no_grad():
-                held = [*held[-2:], (number, result.detach(), operator.expected(case, inputs, rank.index))]
+                held = [*held[-2:], (number, result.detach(), operator.expected(case, inputs, group.rank))]
             for earlier, given, right in held:
                 if found := difference(given, right, calls.dtype):
                     wrong.append(f"call {earlier}, {calls.cases[earlier % len(calls.cases)]}: {found}")
             if leaves:
-                gradients = _gradients(result, rank.world_size, number)
-                result.backward(gradients[rank.index])
+                gradients = _gradients(result, group.world_size, number)
+                result.backward(gradients[group.rank])
                 with torch.no_grad():
-                    of_leaves = operator.expected_gradients(case, inputs, rank.index, gradients)
+                    of_leaves = operator.expected_gradients(case, inputs, group.rank, gradients)
                 for (name, leaf), right in zip(leaves.items(), of_leaves, strict=True):
                     if leaf.requires_grad and (leaf.grad is None or (found := difference(leaf.grad, right, calls.dtype))):
                         wrong.append(f"call {number}, {case}, gradient of {name}: {found}")
         workspace.raise_fault()
-        group.close()
     return wrong
 
 

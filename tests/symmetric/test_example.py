@@ -10,7 +10,7 @@ from dlrm_fused.errors import UserError
 from dlrm_fused.symmetric import Channel, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from docs.examples.normalize_all_gather import NormalizeAllGather, normalize, normalize_all_gather, reference
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 
 pytestmark = pytest.mark.interpreted
 
@@ -22,34 +22,28 @@ def rows_of(rank: int, epoch: int) -> torch.Tensor:
 
 
 def largest_difference() -> float:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         memory = group.allocate("rows", group.world_size * ROWS * WIDTH * 4)
         channel = Channel(group, "normalize")
         difference = 0.0
         for epoch in range(5):
-            output = normalize_all_gather(rows_of(rank.index, epoch), memory, channel)
-            expected = torch.cat([rows_of(other, epoch) for other in range(rank.world_size)])
+            output = normalize_all_gather(rows_of(group.rank, epoch), memory, channel)
+            expected = torch.cat([rows_of(other, epoch) for other in range(group.world_size)])
             expected *= torch.rsqrt(expected.square().mean(dim=1, keepdim=True) + 1e-6)
             difference = max(difference, float((output - expected).abs().max()))
-        group.close()
         return difference
 
 
 def compare_with_reference() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs of both, the gradient of x, and the gradient that this rank gives for the output."""
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         memory = group.allocate("rows", group.world_size * ROWS * WIDTH * 4)
-        x = rows_of(rank.index, 0).requires_grad_()
+        x = rows_of(group.rank, 0).requires_grad_()
         output = NormalizeAllGather.apply(x, memory, Channel(group, "normalize"))
-        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(rank.index))
+        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(group.rank))
         output.backward(gradient)
         assert x.grad is not None
         compared = output.detach().clone(), reference(group.process_group, x.detach()), x.grad, gradient
-        group.close()
         return compared
 
 

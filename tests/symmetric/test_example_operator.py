@@ -14,7 +14,7 @@ from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from docs.examples.normalize_all_gather import normalize, reference
 from docs.examples.normalize_operator import NormalizeWorkspace, normalize_all_gather
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 
 pytestmark = pytest.mark.also_interpreted
 
@@ -26,12 +26,9 @@ def rows_of(rank: int, call: int = 0, rows: int = MAX_ROWS) -> Tensor:
 
 
 def with_workspace(work: Callable[[NormalizeWorkspace], object]) -> object:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = NormalizeWorkspace(group, name="rows", max_rows=MAX_ROWS, width=WIDTH)
         done = work(workspace)
-        group.close()
         return done
 
 

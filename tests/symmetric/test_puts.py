@@ -28,7 +28,7 @@ from dlrm_fused.symmetric import Channel, device_puts, puts, symmetric_group
 from dlrm_fused.symmetric import channel as channel_module
 from dlrm_fused.symmetric.channel import abort_peers_on_error
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import RankFailed, on_hosts, run_program, run_ranks
+from tests.distributed.launch import RankFailed, cpu_group, on_hosts, run_program, run_ranks
 from tests.symmetric.put_model import Network, use_model
 
 pytestmark = pytest.mark.interpreted
@@ -52,24 +52,22 @@ def exchange(epochs: int, mutant: str | None) -> int:
     if mutant is not None:
         MUTANTS[mutant](network)
     make_small_slots()
-    rank, wrong = Rank.from_environment(), 0
-    pause = random.Random(rank.index)
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    wrong = 0
+    with cpu_group() as group:
+        pause = random.Random(group.rank)
         channel = Channel(group, "slices", timeout_seconds=30.0 if mutant is None else 3.0)
         for epoch in range(epochs):
             started = []
             for number in (2 * epoch, 2 * epoch + 1):
-                sent = {peer: slice_of(rank.index, peer, number) for peer in group.hosts.remote}
-                received = {peer: torch.full_like(slice_of(peer, rank.index, number), -1.0) for peer in group.hosts.remote}
+                sent = {peer: slice_of(group.rank, peer, number) for peer in group.hosts.remote}
+                received = {peer: torch.full_like(slice_of(peer, group.rank, number), -1.0) for peer in group.hosts.remote}
                 started.append((number, channel.exchange(sent, received, fingerprint=number)))
-            if rank.index in (1, 2):
+            if group.rank in (1, 2):
                 time.sleep(pause.uniform(0, 0.01))
             for number, begun in started:
                 for peer, slice_ in begun.arrivals():
-                    wrong += not torch.equal(slice_, slice_of(peer, rank.index, number))
+                    wrong += not torch.equal(slice_, slice_of(peer, group.rank, number))
                 begun.finish()
-        group.close()
     return wrong
 
 

@@ -45,9 +45,7 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
         [M, N] in the workspace's dtype.
 
     Raises:
-        UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
-        CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
-            behind the host, from a later call or ``workspace.raise_fault()``.
+        UsageError, CommunicationError: as :func:`~dlrm_fused.ops.gemm_all_to_all.gemm_all_to_all`.
     """
     return torch.ops.dlrm_fused.all_gather_gemm(x, weight, schedule, workspace.handle)
 

@@ -23,7 +23,7 @@ from dlrm_fused.ops.all_gather_gemm.op import AUTO, NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_program, run_ranks
+from tests.distributed.launch import cpu_group, run_program, run_ranks
 from tests.ops.all_gather_gemm.cases import OPERATOR, Case, Inputs, call, check, draw, new_workspace
 from tests.ops.checked_calls import check_reference
 
@@ -56,17 +56,14 @@ def test_the_reference_is_the_same(case: Case) -> None:
 
 
 def opcheck() -> None:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = new_workspace(group)
         for case in (GATHER, SCATTER):
             operator = getattr(torch.ops.dlrm_fused, case.pair).default
-            own = draw(case, rank.world_size, 1, torch.float32)[rank.index]
+            own = draw(case, group.world_size, 1, torch.float32)[group.rank]
             x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
             for schedule in (AUTO, *NAMES[case.pair]):
                 torch.library.opcheck(operator, (x, weight, schedule, workspace.handle))
-        group.close()
 
 
 def test_opcheck() -> None:
@@ -132,9 +129,7 @@ def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 
 def memory_that_stays() -> bool:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = new_workspace(group)
         x, weight = torch.ones(8, 16), torch.ones(16, 16)
         assert (all_gather_gemm(workspace, x, weight) == 16).all()
@@ -144,7 +139,6 @@ def memory_that_stays() -> bool:
         gc.collect()
         stays = memory() is not None
         dist.barrier()
-        group.close()
         return stays
 
 

@@ -21,10 +21,9 @@ from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.embedding_all_to_all import kernel as fused
 from dlrm_fused.ops.embedding_all_to_all import scatter as put
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
-from dlrm_fused.symmetric import BlockPool, symmetric_group
+from dlrm_fused.symmetric import BlockPool
 from dlrm_fused.symmetric import device as protocol
-from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import RankFailed, run_ranks
+from tests.distributed.launch import RankFailed, cpu_group, run_ranks
 from tests.ops.embedding_all_to_all.world import Features, Result, Traffic, World, mixed_world, run_epochs
 
 pytestmark = pytest.mark.interpreted
@@ -54,13 +53,10 @@ def run_world(
 ) -> Result:
     if mutant is not None:
         MUTANTS[mutant]()
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
-        world = World(make_world(rank.world_size), traffic, seed=rank.world_size)
+    with cpu_group() as group:
+        world = World(make_world(group.world_size), traffic, seed=group.world_size)
         workspace = world.workspace(group, "world", timeout_seconds=60.0)
-        result = run_epochs(world, workspace, epochs, straggler(rank.index, late_rank=0), backward_every=backward_every)
-        group.close()
+        result = run_epochs(world, workspace, epochs, straggler(group.rank, late_rank=0), backward_every=backward_every)
         return result
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, Sgd, embedding_all_to_all, pooled_all_to_all, reference
-from dlrm_fused.symmetric import symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World
 
 pytestmark = pytest.mark.interpreted
@@ -21,16 +19,13 @@ BATCHES = {1: [3], 2: [3, 2]}
 
 
 def in_world(work: Any) -> Any:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
-        ranks = [[Features((7, 5), (8, 4), (0, 1), weighted=True)] for _ in range(rank.world_size)]
+    with cpu_group() as group:
+        ranks = [[Features((7, 5), (8, 4), (0, 1), weighted=True)] for _ in range(group.world_size)]
         world = World(ranks, Traffic(held_outputs=8), seed=1)
         workspace = world.workspace(group, "world", timeout_seconds=60.0)
-        batches = BATCHES[rank.world_size]
-        batch = world.draw_batches(batches)[rank.index][0]
+        batches = BATCHES[group.world_size]
+        batch = world.draw_batches(batches)[group.rank][0]
         result = work(workspace, batch.indices, batch.offsets, batch.weights, batches)
-        group.close()
         return result
 
 

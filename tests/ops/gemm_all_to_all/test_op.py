@@ -9,9 +9,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.gemm_all_to_all import reference
 from dlrm_fused.ops.gemm_all_to_all.schedule import SCHEDULES
-from dlrm_fused.symmetric import symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.checked_calls import check_reference
 from tests.ops.gemm_all_to_all.cases import (
     OPERATOR,
@@ -44,16 +42,13 @@ def test_the_reference_is_the_same() -> None:
 
 
 def opcheck() -> None:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = new_workspace(group)
         operator = torch.ops.dlrm_fused.gemm_all_to_all.default
-        own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
+        own = draw(EQUAL, group.world_size, 1, torch.float32)[group.rank]
         inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None
         for schedule in SCHEDULES:
             torch.library.opcheck(operator, (*inputs, schedule, workspace.handle))
-        group.close()
 
 
 def test_opcheck() -> None:

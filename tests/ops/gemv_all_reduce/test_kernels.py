@@ -24,7 +24,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from dlrm_fused.ops.schedules import schedule
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.checked_calls import SMALL_TILES
 
 pytestmark = pytest.mark.interpreted
@@ -86,26 +86,23 @@ def run_calls(
     """Calls of all cases in turn through one workspace, with delays of its own on each rank."""
     if mutate is not None:
         mutate()
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         most_rows, most_columns = max(case.m for case in cases), max(case.n for case in cases)
         workspace = GemvWorkspace(
             group, name="sum", max_columns=most_columns, max_rows=most_rows, dtype=dtype, timeout_seconds=100.0
         )
-        delays = random.Random(rank.index)
+        delays = random.Random(group.rank)
         results: Results = []
         gemm_tuning.override(SMALL_TILES)
         for call in range(calls):
             case = cases[call % len(cases)]
-            xs, weights, bias, residual, norm_weight = case.draw(rank.world_size, call, dtype)
-            if delays.random() < 0.3 or rank.index == straggler:
+            xs, weights, bias, residual, norm_weight = case.draw(group.world_size, call, dtype)
+            if delays.random() < 0.3 or group.rank == straggler:
                 time.sleep(delays.uniform(0, 0.02))
             gemv_tuning.override(case.blocks)
-            x, weight = xs[rank.index], weights[rank.index]
+            x, weight = xs[group.rank], weights[group.rank]
             results.append(gemv_all_reduce(workspace, x, weight, bias, residual, norm_weight, schedule=case.schedule))
         workspace.raise_fault()
-        group.close()
         return results
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 
 ROWS, COLUMNS, DEPTH = 70, 24, 8
 
@@ -63,18 +63,15 @@ def test_results_and_gradients_are_those_of_the_reference(ranks: int, schedule: 
 
 
 def many_calls(calls: int) -> list[Tensor]:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = GemvWorkspace(group, name="sum", max_columns=COLUMNS, dtype=torch.float32)
-        delays = random.Random(rank.index)
+        delays = random.Random(group.rank)
         sums = []
         for call in range(calls):
             time.sleep(delays.choice([0, 0, 0.005]))
             rows, columns = 1 + call % 5, COLUMNS - call % 3
-            x = torch.full((rows, 2), float(call + rank.index))
+            x = torch.full((rows, 2), float(call + group.rank))
             sums.append(gemv_all_reduce(workspace, x, torch.ones(columns, 2))[0])
-        group.close()
         return sums
 
 
@@ -86,13 +83,10 @@ def test_no_call_sees_parts_of_another_however_late_a_rank_is() -> None:
 
 
 def opcheck() -> None:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = GemvWorkspace(group, name="sum", max_columns=COLUMNS, max_rows=ROWS, dtype=torch.float32)
-        arguments = draw(rank.index, seed=1).values()
+        arguments = draw(group.rank, seed=1).values()
         torch.library.opcheck(torch.ops.dlrm_fused.gemv_all_reduce.default, (*arguments, 1e-6, workspace.handle))
-        group.close()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])

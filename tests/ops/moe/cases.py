@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
-from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
+from dlrm_fused.symmetric import SymmetricGroup
+from tests.distributed.launch import cpu_group
 
 SCALE = 0.5
 
@@ -190,16 +190,13 @@ def run_reference(inputs: Inputs, activation: str = "silu") -> Results:
 
 def run_cases(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[tuple[Results, Results]]:
     """In a process of each rank: the results of all cases, fused and of the reference."""
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         seen = []
         for number, case in enumerate(cases):
             workspace = make_workspace(group, case, name=f"experts of case {number}", dtype=dtype)
-            fused = run_fused(workspace, draw(case, number, dtype)[rank.index])
+            fused = run_fused(workspace, draw(case, number, dtype)[group.rank])
             workspace.raise_fault()
-            seen.append((fused, run_reference(draw(case, number, dtype)[rank.index], case.activation)))
-        group.close()
+            seen.append((fused, run_reference(draw(case, number, dtype)[group.rank], case.activation)))
         return seen
 
 
@@ -214,16 +211,14 @@ def run_steps(case: Case, steps: int) -> list[Results]:
     Returns:
         Results of each seed, 0 to SEEDS - 1.
     """
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         workspace = make_workspace(group, case)
-        delays = random.Random(rank.index)
+        delays = random.Random(group.rank)
         first: dict[int, Results] = {}
         in_flight: deque[tuple[int, Tensor, Inputs]] = deque()
         for step in range(steps):
-            inputs = draw(case, step % SEEDS)[rank.index]
-            if rank.index == 1 or delays.random() < 0.2:
+            inputs = draw(case, step % SEEDS)[group.rank]
+            if group.rank == 1 or delays.random() < 0.2:
                 time.sleep(delays.uniform(0, 0.005))
             in_flight.append((step % SEEDS, expert_layer(workspace, *inputs.arguments(), SCALE), inputs))
             while len(in_flight) > (step // 4) % 3:
@@ -234,7 +229,6 @@ def run_steps(case: Case, steps: int) -> list[Results]:
                     assert torch.equal(value, wanted[key]), f"step {step}: {key} differs from that of the same inputs before"
         in_flight.clear()
         workspace.raise_fault()
-        group.close()
         return [first[seed] for seed in range(SEEDS)]
 
 

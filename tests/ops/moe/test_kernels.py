@@ -13,9 +13,8 @@ from dlrm_fused.ops.moe import dispatch as routing
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
-from dlrm_fused.symmetric import Channel, symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from dlrm_fused.symmetric import Channel
+from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.moe.cases import CASES, Case, all_to_one, expected, run_cases, run_steps, with_gaps
 
 pytestmark = pytest.mark.interpreted
@@ -67,19 +66,16 @@ def with_wrong_ids(experts: Tensor) -> Tensor:
 def routes_of_calls(tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """As they should be, and with wrong ids."""
     routing._SCAN_CHUNKS = 2  # so that there is more than one step
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         channel = Channel(group, "routes", 60.0)
-        window = ReceiveWindow(group.allocate("counts", rank.world_size * EXPERTS * 4), channel, offset=0, fingerprint=1)
-        chosen = choose(tokens[rank.index], rank.index)
+        window = ReceiveWindow(group.allocate("counts", group.world_size * EXPERTS * 4), channel, offset=0, fingerprint=1)
+        chosen = choose(tokens[group.rank], group.rank)
         seen = []
         for experts in (chosen, with_wrong_ids(chosen)):
             targets, groups, _, slots = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
             seen.append((targets, groups.bounds, groups.local_from, slots))
         dist.barrier()
         channel.raise_fault()
-        group.close()
         return seen
 
 

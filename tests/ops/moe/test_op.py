@@ -9,9 +9,7 @@ import torch
 
 from dlrm_fused.ops.moe import expert_memory
 from dlrm_fused.ops.moe import workspace as moe_workspace
-from dlrm_fused.symmetric import symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.moe.cases import (
     CASES,
     SCALE,
@@ -54,14 +52,11 @@ def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None
 
 
 def opcheck(activation: str) -> None:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
-        case = replace(CASES[rank.world_size][1], activation=activation)
+    with cpu_group() as group:
+        case = replace(CASES[group.world_size][1], activation=activation)
         workspace = make_workspace(group, case)
-        arguments = draw(case, seed=1)[rank.index].arguments()
+        arguments = draw(case, seed=1)[group.rank].arguments()
         torch.library.opcheck(torch.ops.dlrm_fused.expert_layer.default, (*arguments, SCALE, workspace.handle))
-        group.close()
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
@@ -73,17 +68,14 @@ WORST = Case("all tokens to one rank, which has fewer experts than a token wants
 
 
 def memory_of_the_worst_case() -> tuple[int, int, int, list[int]]:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
+    with cpu_group() as group:
         before = len(group._memories)
         workspace = make_workspace(group, WORST, max_tokens=5)
         allocated = sum(memory.size for memory in group._memories[before:])
-        held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[rank.index].arguments(), 1.0, workspace.handle)
+        held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[group.rank].arguments(), 1.0, workspace.handle)
         _, _, received, hidden, activated, combined, _, bounds, *_ = held
         rows_bytes, combined_bytes = received.numel(), combined.numel()
         assert hidden.nbytes + activated.nbytes == workspace.memory.hidden_bytes(WORST.hidden)
-        group.close()
         return allocated, rows_bytes, combined_bytes, bounds.tolist()
 
 
