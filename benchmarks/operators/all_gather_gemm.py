@@ -14,18 +14,8 @@ from torch import Tensor
 
 from benchmarks.common.harness import Work, World
 from benchmarks.operators import stress
-from benchmarks.operators.case import (
-    DTYPE,
-    SUM_TOLERANCE,
-    TOLERANCE,
-    MatrixProduct,
-    Multiply,
-    Operator,
-    Pass,
-    ProductCase,
-    draw_operands,
-    workspace_for,
-)
+from benchmarks.operators.case import DTYPE, Operator, Pass
+from benchmarks.operators.products import MatrixProduct, Multiply, ProductCase, draw_operands, largest_error, workspace_for
 from dlrm_fused.ops.all_gather_gemm import (
     ShardWorkspace,
     all_gather_gemm,
@@ -90,7 +80,7 @@ def in_fp64(pair: Pair, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def tolerance_of(pair: Pair) -> float:
-    return TOLERANCE if pair.moves_first else SUM_TOLERANCE
+    return largest_error(terms_are_rounded=not pair.moves_first)
 
 
 class LayerCase(ProductCase):

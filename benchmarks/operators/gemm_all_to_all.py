@@ -13,17 +13,8 @@ from torch import Tensor
 
 from benchmarks.common.harness import Work, World
 from benchmarks.operators import stress
-from benchmarks.operators.case import (
-    DTYPE,
-    TOLERANCE,
-    MatrixProduct,
-    Multiply,
-    Operator,
-    Pass,
-    ProductCase,
-    draw_operands,
-    workspace_for,
-)
+from benchmarks.operators.case import DTYPE, Operator, Pass
+from benchmarks.operators.products import MatrixProduct, Multiply, ProductCase, draw_operands, largest_error, workspace_for
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
@@ -177,9 +168,9 @@ def stressed(world: World, workspace: GemmWorkspace, cell: Product, number: int)
         f"{cell.name} {schedule}",
         workspace,
         lambda delay: multiply(schedule),
-        stress.equal_within(TOLERANCE, partial(in_fp64, x, weight)),
+        stress.equal_within(largest_error(), partial(in_fp64, x, weight)),
         {"product": asdict(cell), "schedule": schedule},
-        tolerance_to_one_host=TOLERANCE if is_of_torch else None,
+        tolerance_to_one_host=largest_error() if is_of_torch else None,
         # Between hosts all schedules but the library's are one, which has the bits of the kernel.
         as_between_hosts=lambda: multiply("library" if schedule == "library" else "kernel"),
     )

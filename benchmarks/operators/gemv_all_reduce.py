@@ -17,16 +17,13 @@ from torch.nn.functional import linear, rms_norm
 
 from benchmarks.common.harness import Work, World, relative_error
 from benchmarks.operators import stress
-from benchmarks.operators.case import (
-    DTYPE,
-    SUM_TOLERANCE,
-    TOLERANCE,
+from benchmarks.operators.case import DTYPE, Operator, Pass
+from benchmarks.operators.products import (
     MatrixProduct,
     Multiply,
-    Operator,
-    Pass,
     ProductCase,
     draw_operands,
+    largest_error,
     operands_in_turn,
     workspace_for,
 )
@@ -73,7 +70,7 @@ class Cell(MatrixProduct):
 
 def tolerance_of(cell: Cell, world: World) -> float:
     """As with cuBLAS and NCCL, partial sums of large products, and those of hosts, are rounded too."""
-    return SUM_TOLERANCE if cell.is_large or world.symmetric.hosts.are_many else TOLERANCE
+    return largest_error(terms_are_rounded=cell.is_large or world.symmetric.hosts.are_many)
 
 
 class GemvCase(ProductCase):

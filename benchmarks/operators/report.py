@@ -15,21 +15,24 @@ Result = Mapping[str, Any]
 
 # Keys of records that say which stage a record is of.
 _KEYS = ("stage", "pair", "size")
-# By stage: the title of its table, and what the ratio compares.
-STAGES = {
-    "forward": ("pooled lookup + All-to-All, forward", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
-    "training": ("the same with backward and rowwise Adagrad", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
-    "row_wise_forward": ("row-wise tables, forward", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
-    "row_wise_training": ("the same with backward and rowwise Adagrad", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
-    "small": ("GEMV + AllReduce", "fused / (cuBLAS + NCCL)"),
-    "large": ("GEMM + AllReduce", "fused / (cuBLAS + NCCL)"),
-    "op": ("GEMM + All-to-All", "fused / (cuBLAS + NCCL)"),
-    "gemm": ("GEMM alone", "kernel / cuBLAS"),
-    "layer_forward": ("expert layer, forward", "fused / unfused"),
-    "layer_training": ("expert layer, forward + backward", "fused / unfused"),
-    "all_gather_gemm": ("AllGather + GEMM", "best schedule / (cuBLAS + NCCL)"),
-    "gemm_reduce_scatter": ("GEMM + ReduceScatter", "best schedule / (cuBLAS + NCCL)"),
+# By what a ratio compares, and by stage: the title of its table.
+_TITLES = {
+    "fused / (FBGEMM + NCCL, as TorchRec runs them)": {
+        "forward": "pooled lookup + All-to-All, forward",
+        "training": "the same with backward and rowwise Adagrad",
+        "row_wise_forward": "row-wise tables, forward",
+        "row_wise_training": "the same with backward and rowwise Adagrad",
+    },
+    "fused / (cuBLAS + NCCL)": {"small": "GEMV + AllReduce", "large": "GEMM + AllReduce", "op": "GEMM + All-to-All"},
+    "kernel / cuBLAS": {"gemm": "GEMM alone"},
+    "fused / unfused": {"layer_forward": "expert layer, forward", "layer_training": "expert layer, forward + backward"},
+    "best schedule / (cuBLAS + NCCL)": {
+        "all_gather_gemm": "AllGather + GEMM",
+        "gemm_reduce_scatter": "GEMM + ReduceScatter",
+    },
 }
+# By stage: the title of its table, and what the ratio compares.
+STAGES = {stage: (title, ratio) for ratio, titles in _TITLES.items() for stage, title in titles.items()}
 # Figures of a record, after the times: head and decimals.
 _FIGURES = {
     "floor_us": ("floor", 1),

@@ -46,18 +46,12 @@ from dlrm_fused.symmetric.device import (
 
 # Rows of PutArgs.counts, a word for each rank: slices put, slices read; items stored of the next slice, and of the one that is
 # read those done with.
-_PUT = tl.constexpr(0)
-_READ = tl.constexpr(1)
-_STORED = tl.constexpr(2)
-_DONE = tl.constexpr(3)
+_PUT, _READ, _STORED, _DONE = map(tl.constexpr, range(4))
 # Rows of PutArgs.ranks.
-_PE = tl.constexpr(0)
-_OWN_BOX = tl.constexpr(1)
-_BOX_THERE = tl.constexpr(2)
+_PE, _OWN_BOX, _BOX_THERE = map(tl.constexpr, range(3))
 # Kinds of signal words in a rank's block, each [slots, world]: slices that arrived, as number << 32 | fingerprint, and numbers
 # of slices whose credit came back.
-ARRIVED = tl.constexpr(0)
-CREDIT = tl.constexpr(1)
+ARRIVED, CREDIT = map(tl.constexpr, range(2))
 
 # NVSHMEM_SIGNAL_SET and NVSHMEM_CMP_GE as NVSHMEM's headers have them (3.4.5: nvshmem_common_transport.h, nvshmem_constants.h).
 # The docstrings of PyTorch's bindings say 0 and 3, which NVSHMEM takes for something else.

@@ -22,10 +22,11 @@ from benchmarks.common.environment import ROOT
 from benchmarks.common.harness import Ceilings, Work
 from benchmarks.operators import OPERATORS, load
 from benchmarks.operators.all_gather_gemm import Layer as ShardedLayer
-from benchmarks.operators.case import DTYPE, ROTATED_BYTES
+from benchmarks.operators.case import DTYPE
 from benchmarks.operators.expert_layer import Layer
 from benchmarks.operators.gemm_all_to_all import Product
 from benchmarks.operators.gemv_all_reduce import Cell
+from benchmarks.operators.products import ROTATED_BYTES
 from benchmarks.operators.report import STAGES, figure, summarize, table
 from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.common.recorded import recorded_schedules

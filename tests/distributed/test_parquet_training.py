@@ -33,8 +33,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def parquet(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parquet")
+def parquet(prepared: Path) -> Path:
+    folder = prepared.with_name("parquet")
     write_parquet(ParquetOptions(prepared, folder, row_group_rows=150))
     return folder
 

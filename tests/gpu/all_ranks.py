@@ -1,4 +1,4 @@
-"""Checks on all GPUs of the machine, in one launch of ranks, one after the other.
+"""Checks on all GPUs of the machine, in one launch of ranks, one after the other, each with a workspace of its own.
 
 A machine with one GPU has two ranks that share it, and take turns there: their times say nothing, their results are those of
 two. With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes, without CUDA graphs.
@@ -41,20 +41,17 @@ MARKS = [
 ]
 
 
-def checked_on_all_ranks(
-    module: str, checks: Mapping[str, Check], prepare: Callable[[], None] | None = None
-) -> tuple[Callable[..., Any], Callable[..., None]]:
+def checked_on_all_ranks(module: str, checks: Mapping[str, Check]) -> tuple[Callable[..., Any], Callable[..., None]]:
     """What a file of checks consists of: a fixture ``failures`` that runs them all, and a test for each.
 
     Args:
         module: the file's ``__name__``; ranks, which are processes of their own, find the checks there as ``CHECKS``.
-        prepare: runs first, on every rank.
     """
 
     @pytest.fixture(scope="module")
     def failures() -> list[dict[str, str]]:
         """By rank."""
-        return run_ranks(RANKS, failures_of, module, prepare)
+        return run_ranks(RANKS, failures_of, module)
 
     @pytest.mark.parametrize("name", checks)
     def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
@@ -70,11 +67,10 @@ def small_tiles_without_gpus() -> None:
         gemm_tuning.override(SMALL_TILES)
 
 
-def failures_of(module: str, prepare: Callable[[], None] | None = None) -> dict[str, str]:
+def failures_of(module: str) -> dict[str, str]:
     """On a rank: what went wrong, by check; nothing if all is well."""
     checks: Mapping[str, Check] = importlib.import_module(module).CHECKS
-    if prepare is not None:
-        prepare()
+    small_tiles_without_gpus()
     rank = Rank.from_environment()
     failures = {}
     with process_group_of_checks(rank) as device:

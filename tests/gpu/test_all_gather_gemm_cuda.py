@@ -1,8 +1,4 @@
-"""AllGather + GEMM and GEMM + ReduceScatter on several GPUs: results, gradients, CUDA graphs, torch.compile, faults.
-
-All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
-run on the CPU too, without CUDA graphs.
-"""
+"""AllGather + GEMM and GEMM + ReduceScatter on several GPUs: results, gradients, CUDA graphs, torch.compile, faults."""
 
 from __future__ import annotations
 
@@ -27,16 +23,7 @@ from dlrm_fused.ops.all_gather_gemm import (
 from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import (
-    HALF,
-    MARKS,
-    ON_GPU,
-    SHARE_A_GPU,
-    captured,
-    checked_on_all_ranks,
-    delay,
-    small_tiles_without_gpus,
-)
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, SHARE_A_GPU, captured, checked_on_all_ranks, delay
 from tests.gpu.products import FP32, TIMEOUT_SECONDS, Products, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
@@ -231,4 +218,4 @@ if ON_GPU:
     CHECKS["no wait of the host"] = no_wait_of_the_host
 
 
-failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS)

@@ -1,8 +1,4 @@
-"""The fused lookup and its backward pass on several GPUs: results, CUDA graphs, torch.compile, opcheck, faults.
-
-All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
-run on the CPU too, without CUDA graphs.
-"""
+"""The fused lookup and its backward pass on several GPUs: results, CUDA graphs, torch.compile, opcheck, faults."""
 
 from __future__ import annotations
 

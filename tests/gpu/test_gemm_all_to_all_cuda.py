@@ -1,8 +1,4 @@
-"""GEMM + All-to-All on several GPUs: results, gradients, tiles, CUDA graphs, no waits of the host, torch.compile, faults.
-
-All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
-run on the CPU too, without CUDA graphs.
-"""
+"""GEMM + All-to-All on several GPUs: results, gradients, tiles, CUDA graphs, no waits of the host, torch.compile, faults."""
 
 from __future__ import annotations
 
@@ -21,16 +17,7 @@ from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, gemm_all_to_all, 
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu import products as common
-from tests.gpu.all_ranks import (
-    HALF,
-    MARKS,
-    ON_GPU,
-    SHARE_A_GPU,
-    captured,
-    checked_on_all_ranks,
-    delay,
-    small_tiles_without_gpus,
-)
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, SHARE_A_GPU, captured, checked_on_all_ranks, delay
 from tests.gpu.products import FP32, TIMEOUT_SECONDS, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
@@ -238,4 +225,4 @@ if ON_GPU:
     }
 
 
-failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS)

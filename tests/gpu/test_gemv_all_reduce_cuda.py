@@ -1,8 +1,4 @@
-"""GEMV + AllReduce on several GPUs: results, block shapes, CUDA graphs, gradients, torch.compile, opcheck, faults.
-
-All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
-run on the CPU too, without CUDA graphs.
-"""
+"""GEMV + AllReduce on several GPUs: results, block shapes, CUDA graphs, gradients, torch.compile, opcheck, faults."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Experts on several GPUs: results and gradients against a dense computation, skew, delays, memory, graphs, no waits.
-
-All checks run in one launch of ranks, one after the other; each has workspaces of its own. A machine with one GPU has two ranks
-that share it. With ``TRITON_INTERPRET=1`` they run
-on the CPU too.
-"""
+"""Experts on several GPUs: results and gradients against a dense computation, skew, delays, memory, graphs, no waits."""
 
 from __future__ import annotations
 
@@ -24,18 +19,7 @@ from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.ops.moe import workspace as moe_workspace
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import (
-    HALF,
-    MARKS,
-    ON_GPU,
-    RANKS,
-    SHARE_A_GPU,
-    captured,
-    checked_on_all_ranks,
-    delay,
-    small_tiles_without_gpus,
-    synchronize,
-)
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, SHARE_A_GPU, captured, checked_on_all_ranks, delay, synchronize
 from tests.ops.moe.cases import Inputs
 
 pytestmark = MARKS
@@ -94,20 +78,9 @@ def draw(
     )
 
 
-def make_workspace(
-    group: SymmetricGroup, dtype: torch.dtype, activation: str = "silu", max_tokens: int = TOKENS
-) -> ExpertWorkspace:
-    return ExpertWorkspace(
-        group,
-        name="experts",
-        experts=EXPERTS,
-        top_k=TOP_K,
-        max_tokens=max_tokens,
-        width=WIDTH,
-        dtype=dtype,
-        activation=activation,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
+def make_workspace(group: SymmetricGroup, dtype: torch.dtype, **settings: Any) -> ExpertWorkspace:
+    sizes = {"experts": EXPERTS, "top_k": TOP_K, "max_tokens": TOKENS, "width": WIDTH}
+    return ExpertWorkspace(group, name="experts", dtype=dtype, timeout_seconds=TIMEOUT_SECONDS, **{**sizes, **settings})
 
 
 def fused(workspace: ExpertWorkspace, given: Inputs) -> list[Tensor]:
@@ -147,7 +120,7 @@ def equal_to_dense(
     group: SymmetricGroup, dtype: torch.dtype, choose: Choose, activation: str = "silu", most: int = TOKENS
 ) -> None:
     """With all tokens, with some, and with none on the last rank; fused and the reference."""
-    workspace = make_workspace(group, dtype, activation, most)
+    workspace = make_workspace(group, dtype, activation=activation, max_tokens=most)
     for seed, tokens in enumerate((most, most // 2 - 1, 0)):
         is_last = group.rank == group.world_size - 1
         given = draw(group, tokens if is_last else most - seed, choose, dtype, seed, activation)
@@ -164,7 +137,7 @@ def equal_to_dense_in_small_tiles(group: SymmetricGroup, most: int, activation: 
     """Of experts with so few rows that tiles of 16 or 32 suffice, which GPUs do not take by default yet."""
     before, moe_workspace._FEWEST_TILE_ROWS = moe_workspace._FEWEST_TILE_ROWS, 16
     try:
-        assert make_workspace(group, HALF, activation, most).memory.tile_rows < 64
+        assert make_workspace(group, HALF, activation=activation, max_tokens=most).memory.tile_rows < 64
         equal_to_dense(group, HALF, evenly, activation, most)
     finally:
         moe_workspace._FEWEST_TILE_ROWS = before
@@ -315,4 +288,4 @@ if ON_GPU:
     }
 
 
-failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS)

@@ -29,7 +29,7 @@ from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
 from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, checked_on_all_ranks, small_tiles_without_gpus, synchronize
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, checked_on_all_ranks, synchronize
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World
 
 pytestmark = MARKS
@@ -323,4 +323,4 @@ CHECKS: dict[str, Callable[[SymmetricGroup], None]] = {
     "captured function": captured_function,
     "refused behind a late call": refused_behind_a_late_call,
 }
-failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS)
