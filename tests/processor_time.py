@@ -20,7 +20,7 @@ import pytest
 _RECORDED_SECONDS = 0.10
 # One test without the mark `slow` may take so long there: the first of a worker starts the server, in 10 s.
 MOST_SECONDS_OF_A_TEST = 40.0
-_SHOWN = 10
+_SHOWN_FILES, _SHOWN_TESTS = 30, 10
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
@@ -86,8 +86,11 @@ class ProcessorTime:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section(f"processor time: {self._seconds():.0f} s")
-        for test, seconds in self._by_test.most_common(_SHOWN):
-            terminalreporter.line(f"{seconds:6.1f} s  {test}")
+        by_file: Counter[str] = Counter()
+        for test, seconds in self._by_test.items():
+            by_file[test.split("::")[0]] += seconds
+        for what, seconds in (*by_file.most_common(_SHOWN_FILES), *self._by_test.most_common(_SHOWN_TESTS)):
+            terminalreporter.line(f"{seconds:6.1f} s  {what}")
         for line in self._excess():
             terminalreporter.line(line, red=True)
 

@@ -16,7 +16,7 @@ from dlrm_fused.scaleout.collectives import Phase, algorithms_of
 from dlrm_fused.scaleout.dense_trace import Exchange, Gradient, Kernel
 from dlrm_fused.scaleout.groups import consecutive, strided
 from dlrm_fused.scaleout.machine import Machine
-from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task, Timeline
+from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task
 from dlrm_fused.scaleout.topologies import Pattern, Topology
 from dlrm_fused.scaleout.workload import Workload
 
@@ -68,13 +68,6 @@ def tasks_of_step(
     stream = MAIN if work.is_on_cpu else HOST
     launches = [Task("the host's launches", stream, Compute(host_seconds))] if host_seconds else []
     return [*launches, *_Step(work, machine, topology, algorithms, dtype, is_fused).tasks()]
-
-
-def embedding_seconds(timeline: Timeline) -> float:
-    """Return the embedding stage's forward time: from the start of the lookup until all pooled embeddings have arrived."""
-    names = {span.task.name for span in timeline.spans}
-    first, last = (LOOKUP_AND_POOLED, LOOKUP_AND_POOLED) if LOOKUP_AND_POOLED in names else (LOOKUP, POOLED)
-    return timeline[last].end - timeline[first].start
 
 
 @dataclass

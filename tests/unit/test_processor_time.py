@@ -63,10 +63,10 @@ FAR_BEYOND = 100 * MOST_SECONDS_OF_A_TEST
 
 
 @pytest.mark.parametrize("most_seconds", [None, 1e9])
-def test_within_the_bounds_the_longest_tests_are_told_and_no_more(most_seconds: float | None) -> None:
+def test_within_the_bounds_the_longest_files_and_tests_are_told_and_no_more(most_seconds: float | None) -> None:
     status, printed = after_a_test(most_seconds, 1.0)
     assert status == pytest.ExitCode.OK
-    assert printed[1:] == ["   1.0 s  test_x.py::test_y"]
+    assert printed[1:] == ["   1.0 s  test_x.py", "   1.0 s  test_x.py::test_y"]
 
 
 def test_a_session_beyond_its_bound_fails() -> None:

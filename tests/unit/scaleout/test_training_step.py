@@ -23,10 +23,10 @@ from dlrm_fused.scaleout.command import main
 from dlrm_fused.scaleout.dense_trace import DenseWork, Exchange, Gradient, Kernel, trace
 from dlrm_fused.scaleout.machine import Machine, read
 from dlrm_fused.scaleout.scenario import load_scenario
-from dlrm_fused.scaleout.step import simulate
+from dlrm_fused.scaleout.step import Timeline, simulate
 from dlrm_fused.scaleout.sweep import slowest_rank
 from dlrm_fused.scaleout.topologies import Cluster, Switch
-from dlrm_fused.scaleout.training_step import Algorithms, SendingKernel, embedding_seconds, fused, tasks_of_step
+from dlrm_fused.scaleout.training_step import LOOKUP, LOOKUP_AND_POOLED, POOLED, Algorithms, SendingKernel, fused, tasks_of_step
 from dlrm_fused.scaleout.workload import Workload, workload
 
 DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
@@ -38,6 +38,13 @@ SMALL = [
     "embedding.dim=32",
     "model.bottom_mlp=[64,32]",
 ]
+
+
+def embedding_seconds(timeline: Timeline) -> float:
+    """The embedding stage's forward time: from the start of the lookup until all pooled embeddings have arrived."""
+    names = {span.task.name for span in timeline.spans}
+    first, last = (LOOKUP_AND_POOLED, LOOKUP_AND_POOLED) if LOOKUP_AND_POOLED in names else (LOOKUP, POOLED)
+    return timeline[last].end - timeline[first].start
 
 
 def of(path: str, *settings: str) -> tuple[Config, DatasetSchema]:
