@@ -43,16 +43,18 @@ def copy(arguments: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # installs torch
 def test_what_the_image_holds_serves_an_exported_model(tmp_path: Path) -> None:
     run = train(tmp_path, 1, "training.max_steps=20")
     export(run, tmp_path / "model")
     app = tmp_path / "app"
     app.mkdir()
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    # Of the environment of this test, the service is to have nothing. Without retries, since where torch's index cannot be
-    # reached (and another has its wheel), pip would wait for it once for each package.
+    # The service is to have nothing of this test's environment. Where torch's index cannot be reached (and another has its
+    # wheel), pip waits for it once for each package: briefly, and without retries.
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = {**variables, "PATH": f"{tmp_path / 'venv/bin'}:{os.environ['PATH']}", "PIP_RETRIES": "0"}
+    path = f"{tmp_path / 'venv/bin'}:{os.environ['PATH']}"
+    environment = {**variables, "PATH": path, "PIP_RETRIES": "0", "PIP_TIMEOUT": "3"}
     entry_point: list[str] = []
     for keyword, arguments in instructions_of("serve"):
         if keyword == "COPY":
