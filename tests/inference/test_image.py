@@ -43,7 +43,6 @@ def copy(arguments: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # installs torch
 def test_what_the_image_holds_serves_an_exported_model(tmp_path: Path) -> None:
     run = train(tmp_path, 1, "training.max_steps=20")
     export(run, tmp_path / "model")
