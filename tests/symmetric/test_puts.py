@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -160,29 +161,34 @@ def meet_trouble(trouble: str) -> str:
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         channel = Channel(group, "slices", timeout_seconds=1.5)
-        fingerprint = 1
-        if rank.index == 2:
-            if trouble == "lost":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif trouble == "late":
-                time.sleep(6)
-                return ""
-            elif trouble == "refuses":
-                with suppress(UsageError), abort_peers_on_error(channel):
-                    raise UsageError("its own")
-                time.sleep(3)
-                return ""
-            fingerprint = 2
-        slices = {peer: torch.ones(4) for peer in group.hosts.remote}
-        try:
-            begun = channel.exchange(slices, {peer: torch.ones(4) for peer in slices}, fingerprint=fingerprint)
-            for _ in begun.arrivals():
-                pass
-            group.close()
-        except CommunicationError as error:
-            # Who ends now would be waited for no longer.
+        told = error_of_trouble(channel, trouble)
+        if trouble == "lost":
             time.sleep(4)
-            return str(error)
+        else:
+            dist.barrier()  # who ends earlier is named by those that still wait
+    return told
+
+
+def error_of_trouble(channel: Channel, trouble: str) -> str:
+    group, fingerprint = channel.group, 1
+    if group.rank == 2:
+        if trouble == "lost":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif trouble == "late":
+            return ""
+        elif trouble == "refuses":
+            with suppress(UsageError), abort_peers_on_error(channel):
+                raise UsageError("its own")
+            return ""
+        fingerprint = 2
+    slices = {peer: torch.ones(4) for peer in group.hosts.remote}
+    try:
+        begun = channel.exchange(slices, {peer: torch.ones(4) for peer in slices}, fingerprint=fingerprint)
+        for _ in begun.arrivals():
+            pass
+        begun.finish()
+    except CommunicationError as error:
+        return str(error)
     return "nothing"
 
 
