@@ -69,6 +69,16 @@ def current_stream_handle(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def has_dispatch_mode() -> bool:
+    """Return whether a ``TorchDispatchMode`` sees the calls of operators, such as a tracer or a counter of FLOPs."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_profiled() -> bool:
+    """Return whether torch's profiler records the calls of operators."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def is_alive(process_group: dist.ProcessGroup) -> bool:
     """Return whether a process group has not been destroyed; there is no public way to ask."""
     return process_group in dist.distributed_c10d._world.pg_map

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.launches import ceil_div
 
 _ELEMENTS = 1024  # of a program
 
@@ -39,7 +40,7 @@ class Adagrad(torch.optim.Adagrad):
         elif gradient is not None:
             state, group, count = self.state[parameter], self.param_groups[0], parameter.numel()
             state["step"] += 1
-            adagrad_kernel[(triton.cdiv(count, _ELEMENTS),)](
+            adagrad_kernel[(ceil_div(count, _ELEMENTS),)](
                 parameter, gradient, state["sum"], count, group["lr"], group["weight_decay"], group["eps"], ELEMENTS=_ELEMENTS
             )
 

@@ -41,6 +41,7 @@ from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.call_order import CallOrder
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
+from dlrm_fused.symmetric.launches import Launches
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 from dlrm_fused.symmetric.puts import Puts
@@ -76,6 +77,7 @@ class Channel:
         fault: int64 [1], the word FAULT of ``state``.
         control: int64 [8] in host memory that the device can write: the words KIND to LOST of device.py.
         args: what a kernel is given of the channel, and hands on to the functions of device.py.
+        launches: of kernels that are given ``args``.
     """
 
     @lasting
@@ -96,6 +98,7 @@ class Channel:
         group.gather(lambda: _check_timeout(name, timeout_seconds))
         self.group = group
         self.name = name
+        self.launches = Launches()
         self.timeout_seconds = timeout_seconds
         self._order = order or CallOrder(group.device)
         self._number = group.next_channel()

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dlrm_fused.symmetric.device import ChannelArgs, round_up
 from dlrm_fused.symmetric.device_puts import put_args, put_bytes_kernel, read_bytes_kernel
+from dlrm_fused.symmetric.launches import ceil_div
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange
 
@@ -124,7 +124,7 @@ class Puts:
         self._launch(read_bytes_kernel, piece, rank, fingerprint)
 
     def _launch(self, kernel: Any, piece: Tensor, rank: int, fingerprint: int) -> None:
-        programs = min(triton.cdiv(piece.numel(), _BLOCK_BYTES), _PROGRAMS)
+        programs = min(ceil_div(piece.numel(), _BLOCK_BYTES), _PROGRAMS)
         self.kernel(kernel)[(programs,)](
             piece, piece.numel(), rank, self._channel, self.args, fingerprint, BLOCK=_BLOCK_BYTES, num_warps=8
         )

@@ -61,11 +61,12 @@ from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all import weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
-from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
+from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, choose_blocks, fitted, needed_memory, override
+from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
 from dlrm_fused.ops.moe import dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
@@ -73,6 +74,7 @@ from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_ker
 from dlrm_fused.symmetric import device, device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
+from dlrm_fused.symmetric.launches import Launches
 from tests.ops.address_arithmetic import PACKAGE, unbounded_products_in_addresses
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
@@ -183,7 +185,7 @@ def channel(control: int = 1 << 46) -> Any:
     words = torch.zeros(8, dtype=torch.int64)
     args = channel_args(words, words, words, control, 10**10, RANK, WORLD)
     group = SimpleNamespace(rank=RANK, world_size=WORLD, hosts=ONE_HOST, device=torch.device("cpu"))
-    return SimpleNamespace(args=args, group=group)
+    return SimpleNamespace(args=args, group=group, launches=Launches())
 
 
 def memory() -> Any:
@@ -262,7 +264,7 @@ def launch_split_gemm(fp8: bool) -> None:
 def piece_flags(has_own_channel: bool = True) -> Any:
     flags: Any = object.__new__(PieceFlags)
     words = torch.zeros(8, dtype=torch.int64)
-    flags.__dict__.update(_channel=channel(), _own=has_own_channel, args=PieceArgs(words, memory().addresses, words, 8))
+    flags.__dict__.update(most=8, _channel=channel(), _own=has_own_channel, args=PieceArgs(words, memory().addresses, words, 8))
     return flags
 
 
@@ -299,8 +301,9 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False, cou
     override(blocks)
     words, parts = torch.zeros(8, dtype=torch.int64), torch.zeros(4096)
     workspace: Any = SimpleNamespace(
-        world_size=WORLD, gpu=gemm.gpu_of(torch.device("cpu")), squares=parts, slot_words=4096, kernel_args=channel().args
+        world_size=WORLD, gpu=gemm.gpu_of(torch.device("cpu")), squares=parts, slot_words=4096, channel=channel()
     )  # fmt: skip
+    workspace.kernel_args = workspace.channel.args
     workspace.split_buffer = SplitBuffer(words, parts, words)
     workspace.buffer_args = lambda flagged: ReceiveBuffer(words, memory().addresses, 65536, 0, 8192, 30000)
     x, weight, residual, bias = (
@@ -309,10 +312,11 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False, cou
         rows(dtype, count),
         torch.zeros(WIDTH, dtype=dtype),
     )
-    gemv.run_kernel(workspace, gemv.Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
+    inputs = Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6)
+    gemv.KernelCall(workspace, inputs)(workspace, inputs)
 
 
-def launch_sum_of_many_rows(dtype: torch.dtype, schedule: str) -> None:
+def launch_sum_of_many_rows(dtype: torch.dtype, sums: Callable[..., Any]) -> None:
     given, ours = channel(), memory()
     ours.local = torch.zeros(70 * WIDTH * dtype.itemsize, dtype=torch.uint8)
     pool = {"receive": lambda shape, dtype: torch.zeros(shape, dtype=dtype), "to_hold": lambda result: result}
@@ -321,7 +325,8 @@ def launch_sum_of_many_rows(dtype: torch.dtype, schedule: str) -> None:
         world_size=WORLD, device=rows().device, parts=ours, results=results, channel=given, dtype=dtype,
         streams=Streams(rows().device),
     )  # fmt: skip
-    getattr(gemv_chunks, schedule)(workspace, rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
+    inputs = Inputs(rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), None, 1e-6)
+    sums(workspace, inputs, fingerprint=1)(workspace, inputs)
 
 
 def launch_update(dtype: torch.dtype, optimizer: str, features: list[int], weighted: bool) -> None:
@@ -506,8 +511,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
-    "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, "sum_by_chunks"), {"sum_chunk_kernel"}),
-    "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, "sum_by_scatter"), {"gemm_kernel", "sum_chunk_kernel"}),
+    "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, ChunkedSums), {"sum_chunk_kernel"}),
+    "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, ScatteredSums), {"gemm_kernel", "sum_chunk_kernel"}),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,16 @@ NAMES = ("kernel", "library")
 
 
 class TwoRanks:
-    """A channel whose other rank measures its own times; collects the faults that are to be raised."""
+    """A channel whose other rank measures its own times; collects the faults that are to be raised.
 
-    def __init__(self, of_other: dict[str, float], fault: Exception | None = None) -> None:
+    Args:
+        of_other: its times by schedule; one stands for all rounds.
+    """
+
+    def __init__(self, of_other: Mapping[str, float | list[float]], fault: Exception | None = None) -> None:
+        in_rounds = {name: times if isinstance(times, list) else 3 * [times] for name, times in of_other.items()}
         self.group: Any = SimpleNamespace(
-            rank=0, process_group=None, device=torch.device("cuda"), gather=lambda own: [own(), of_other]
+            rank=0, process_group=None, device=torch.device("cuda"), gather=lambda own: [own(), in_rounds]
         )
         self._fault = fault
 
@@ -56,12 +61,12 @@ def never(name: str) -> float:
 
 
 def test_a_shape_of_the_table_is_not_measured() -> None:
-    assert make(TwoRanks({})).choose(SHAPE, NAMES, never, rule="kernel") == "library"
+    assert make(TwoRanks({})).choose(SHAPE, NAMES, never, rule=lambda: "kernel") == "library"
 
 
 def test_without_a_record_the_rule_decides_where_nothing_may_be_measured() -> None:
     choice = make(TwoRanks({}), may_measure=False)
-    assert choice.choose(OTHER, NAMES, never, rule="kernel") == "kernel"
+    assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "kernel"
     assert choice.known(OTHER) is None
 
 
@@ -76,19 +81,31 @@ def test_the_slowest_rank_decides_and_the_choice_stays(caplog: pytest.LogCapture
     choice = make(TwoRanks({"kernel": 0.003, "library": 0.002}))
     own = {"kernel": 0.001, "library": 0.0025}
     with caplog.at_level(logging.INFO, "dlrm_fused"):
-        assert choice.choose(OTHER, NAMES, own.__getitem__, rule="kernel") == "library"
-        assert choice.choose(OTHER, NAMES, never, rule="kernel") == "library"
+        assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "kernel") == "library"
+        assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "library"
     assert [record.getMessage() for record in caplog.records] == [
         "sums: schedule library for x [8, 256] and weight [512, 256] (measured: kernel 3.000 ms, library 2.500 ms)"
     ]
 
 
+def test_one_disturbed_round_decides_nothing() -> None:
+    own = iter([0.001, 0.002, 0.009, 0.002, 0.001, 0.002])  # kernel and library take turns
+    choice = make(TwoRanks({"kernel": [0.001, 0.001, 0.001], "library": [0.002, 0.0001, 0.002]}))
+    assert choice.choose(OTHER, NAMES, lambda _: next(own), rule=lambda: "library") == "kernel"
+
+
+def test_a_rule_is_asked_once_for_a_shape() -> None:
+    asked = iter(["kernel"])
+    choice = make(TwoRanks({}), may_measure=False)
+    assert [choice.choose(OTHER, NAMES, never, rule=lambda: next(asked)) for _ in range(3)] == ["kernel"] * 3
+
+
 def test_nothing_is_measured_while_a_graph_is_captured_but_later(gpu: dict[str, Any]) -> None:
     choice = make(TwoRanks({"kernel": 0.003, "library": 0.002}))
     gpu["capturing"] = True
-    assert choice.choose(OTHER, NAMES, never, rule="kernel") == "kernel"
+    assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "kernel"
     gpu["capturing"] = False
-    assert choice.choose(OTHER, NAMES, {"kernel": 0.001, "library": 0.001}.__getitem__, rule="kernel") == "library"
+    assert choice.choose(OTHER, NAMES, {"kernel": 0.001, "library": 0.001}.__getitem__, rule=lambda: "kernel") == "library"
 
 
 def test_a_fault_ends_the_measurement() -> None:
@@ -100,6 +117,6 @@ def test_a_fault_ends_the_measurement() -> None:
 
     choice = make(TwoRanks({}, CommunicationError("rank 1 makes another call")))
     with pytest.raises(CommunicationError, match="rank 1"):
-        choice.choose(OTHER, NAMES, run, rule="kernel")
+        choice.choose(OTHER, NAMES, run, rule=lambda: "kernel")
     assert measured == ["kernel"]
     assert choice.known(OTHER) is None

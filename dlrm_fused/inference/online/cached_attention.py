@@ -21,6 +21,7 @@ from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.symmetric.device import peer_pointer
+from dlrm_fused.symmetric.launches import ceil_div, next_power_of_2
 
 _KEYS = 64  # most keys of a step
 
@@ -57,11 +58,11 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
         [m, heads, d_head].
     """
     rows, heads, _, d_head = projected.shape
-    columns, lines = max(16, triton.next_power_of_2(d_head)), max(16, triton.next_power_of_2(rows))
+    columns, lines = max(16, next_power_of_2(d_head)), max(16, next_power_of_2(rows))
     step = _keys(lines, columns, projected.element_size(), gpu_of(projected.device).shared_memory)
     # The power of two below the number of multiprocessors.
     programs = 1 << (gpu_of(projected.device).multiprocessors.bit_length() - 1)
-    splits = min(triton.next_power_of_2(triton.cdiv(max_keys, step)), max(1, triton.next_power_of_2(programs // heads)))
+    splits = min(next_power_of_2(ceil_div(max_keys, step)), max(1, next_power_of_2(programs // heads)))
     parts = torch.empty(splits, heads, rows, d_head, dtype=torch.float32, device=projected.device)
     weights = torch.empty(splits, heads, rows, dtype=torch.float32, device=projected.device)
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)

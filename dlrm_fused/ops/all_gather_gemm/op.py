@@ -13,13 +13,14 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.gather import gather_and_multiply, gather_beside
 from dlrm_fused.ops.all_gather_gemm.scatter import multiply_and_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
+from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.schedules import AUTO, LIBRARY
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.schedules import SCHEDULES, Pair
 from dlrm_fused.ops.schedules.estimate import Size
 from dlrm_fused.ops.schedules.machines import machine_of
 from dlrm_fused.ops.schedules.rule import SPACE, choose
-from dlrm_fused.symmetric import abort_peers_on_error
+from dlrm_fused.symmetric.launches import aligned, layout_of
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
 NAMES = {
@@ -47,7 +48,7 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
     Raises:
         UsageError, CommunicationError: as :func:`~dlrm_fused.ops.gemm_all_to_all.gemm_all_to_all`.
     """
-    return torch.ops.dlrm_fused.all_gather_gemm(x, weight, schedule, workspace.handle)
+    return _all_gather_gemm(x, weight, schedule, workspace.handle)
 
 
 def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, schedule: str = AUTO) -> Tensor:
@@ -68,7 +69,7 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
     Raises:
         UsageError, CommunicationError: as :func:`all_gather_gemm`.
     """
-    return torch.ops.dlrm_fused.gemm_reduce_scatter(x, weight, schedule, workspace.handle)
+    return _gemm_reduce_scatter(x, weight, schedule, workspace.handle)
 
 
 def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, schedule: str) -> None:
@@ -105,9 +106,12 @@ def _started(
         shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
         # The first that is measured notices ranks that make another call; the library's would wait for them.
         names = [name for name in SPACE[pair] if name != LIBRARY] + [LIBRARY] * workspace.schedules[pair].has_library
-        size = Size(pair, workspace.world_size, *shape, workspace.dtype.itemsize)
-        rule = choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else names[0]
-        schedule = workspace.schedules[pair].choose(shape, names, run, rule=rule)
+
+        def rule() -> str:
+            size = Size(pair, workspace.world_size, *shape, workspace.dtype.itemsize)
+            return choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else names[0]
+
+        schedule = workspace.schedules[pair].choose(shape, names, run, rule)
     return run(schedule)
 
 
@@ -129,7 +133,7 @@ def _differentiate_scatter(
     return gathering.out, weight_gradient
 
 
-def _register(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, Tensor]]) -> None:
+def _registered(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, Tensor]]) -> Operator:
     """Register the operator of a pair, whose backward pass is that of the ``other``."""
     name = f"dlrm_fused::{pair}"
     torch.library.define(name, "(Tensor x, Tensor weight, str schedule, int handle) -> Tensor")
@@ -140,15 +144,16 @@ def _register(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, Te
     def forward(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
         workspace = ShardWorkspace.of(handle)
         workspace.begin_call()
-        with abort_peers_on_error(workspace.channel):
-            _check(workspace, pair, x, weight, schedule)
-        return _started(workspace, pair, x, weight, schedule).out
+        layout = pair, layout_of(x, weight), schedule
+        workspace.check_once(layout, lambda: _check(workspace, pair, x, weight, schedule))
+        return _started(workspace, pair, aligned(x), aligned(weight), schedule).out
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
         workspace = ShardWorkspace.of(handle)
         workspace.begin_call()
         # This schedule, where the other pair has it.
-        return gradients(workspace, gradient.contiguous(), x, weight, schedule if schedule in NAMES[other] else AUTO)
+        tensors = (aligned(tensor) for tensor in (gradient.contiguous(), x, weight))
+        return gradients(workspace, *tensors, schedule if schedule in NAMES[other] else AUTO)
 
     def fake_forward(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
         ranks = ShardWorkspace.of(handle).world_size
@@ -161,11 +166,10 @@ def _register(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, Te
         operator = getattr(torch.ops.dlrm_fused, f"{pair}_backward")
         return (*operator(gradient, *ctx.saved_tensors, ctx.schedule, ctx.handle), None, None)
 
-    torch.library.impl(name, ["cpu", "cuda"], forward)
     torch.library.impl(f"{name}_backward", ["cpu", "cuda"], backward)
     torch.library.register_fake(name, fake_forward)
     torch.library.register_fake(f"{name}_backward", fake_backward)
-    torch.library.register_autograd(name, differentiate, setup_context=_save_for_backward)
+    return Operator(name, forward, differentiate, _save_for_backward)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -173,5 +177,5 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(*tensors)
 
 
-_register(GATHER, SCATTER, _differentiate_gather)
-_register(SCATTER, GATHER, _differentiate_scatter)
+_all_gather_gemm = _registered(GATHER, SCATTER, _differentiate_gather)
+_gemm_reduce_scatter = _registered(SCATTER, GATHER, _differentiate_scatter)

@@ -26,6 +26,6 @@ def meet(channel: Channel, fingerprint: int, receive_offset: int = 0) -> None:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     if uses_kernels(channel.group.device):
-        meet_kernel[(1,)](channel.args, receive_offset, fingerprint, num_warps=1)
+        channel.launches((), meet_kernel, (1,), channel.args, receive_offset, fingerprint, num_warps=1)
     else:
         channel.run_epoch(lambda *_: None, offset=receive_offset, fingerprint=fingerprint)

@@ -21,6 +21,7 @@ from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.hosts import Hosts
+from dlrm_fused.symmetric.launches import ceil_div, layout_of, next_power_of_2
 
 # The tile of a program: bytes of a row at a time, and rows, whose loads and stores are in flight together.
 _ROW_BYTES, _ROWS = 2048, 8
@@ -153,13 +154,15 @@ class _Call:
         source, targets, scale, window = self.source, self.targets, self.scale, self.window
         items, width = targets.numel(), source.shape[1]
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
-        scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), most)),)](
+        layout = layout_of(source, targets, scale), self.repeats, self.destinations_at is None
+        window.channel.launches(
+            layout, scatter_rows_kernel, (max(1, min(ceil_div(items, _ROWS), most)),),
             source, source.stride(0), targets if scale is None else scale, targets, items, width, self.rows_per_rank,
             self.destinations_at or 0, self.first_destination, window.memory.addresses, window.offset, window.channel.args,
             window.fingerprint,
             REPEATS=self.repeats, SCALED=scale is not None, TELLS_DESTINATION=self.destinations_at is not None,
             DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
-            COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
+            COLUMNS=min(next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
         )  # fmt: skip
 
 

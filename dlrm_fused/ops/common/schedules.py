@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from dlrm_fused.symmetric import Channel
 logger = logging.getLogger("dlrm_fused")
 
 AUTO, LIBRARY = "auto", "library"
+_ROUNDS = 3
 
 
 class Schedules:
@@ -37,6 +39,7 @@ class Schedules:
         self._may_measure = may_measure
         self._recorded = recorded
         self.measured_here: dict[Shape, str] = {}
+        self._ruled: dict[Shape, str] = {}
         process_group = channel.group.process_group
         self.has_library = (
             process_group is None or self._device.type == "cpu" or "nccl" in dist.get_backend_config(process_group)
@@ -47,7 +50,7 @@ class Schedules:
         """Return the fastest schedule of a shape; None if nobody has measured it."""
         return self.measured_here.get(shape) or self._recorded.get(shape)
 
-    def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: str) -> str:
+    def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: Callable[[], str]) -> str:
         """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
 
         A shape that nobody has measured is measured now, on GPUs and outside of a CUDA graph's capture. The host then waits
@@ -56,31 +59,38 @@ class Schedules:
         Args:
             names: the schedules to choose from. The first must notice ranks that make another call: NCCL would wait for them.
             run: makes the call by one of them.
-            rule: is taken where nothing is known, and nothing may be measured.
+            rule: tells which is taken where nothing is known, and nothing may be measured.
 
         Raises:
             CommunicationError: while it measures, as the call itself.
         """
-        why = "measured before"
-        if self.known(shape) is None and self._can_measure():
+        schedule, why = self.known(shape), "measured before"
+        if schedule is None and self._can_measure():
             seconds = self._seconds(names, run)
-            self.measured_here[shape] = min(seconds, key=lambda name: seconds[name])
+            schedule = self.measured_here[shape] = min(seconds, key=lambda name: seconds[name])
             why = "measured: " + ", ".join(f"{name} {of_call * 1e3:.3f} ms" for name, of_call in seconds.items())
-        schedule = self.known(shape)
-        self._log(schedule or rule, shape, why if schedule else "by rule, not measured")
-        return schedule or rule
+        if schedule is None:
+            if shape not in self._ruled:
+                self._ruled[shape] = rule()
+            schedule, why = self._ruled[shape], "by rule, not measured"
+        self._log(schedule, shape, why)
+        return schedule
 
     def _can_measure(self) -> bool:
         return self._may_measure and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
     def _seconds(self, names: Sequence[str], run: Callable[[str], object]) -> dict[str, float]:
-        """Return the seconds of a call by each schedule, on the slowest rank. Collective."""
-        own = {}
-        for name in names:
-            own[name] = device_seconds(partial(run, name), self._device)
+        """Return the seconds of a call by each schedule, on the slowest rank. Collective.
+
+        The schedules take turns, and medians count: a disturbance of one measurement decides nothing.
+        """
+        own: dict[str, list[float]] = {name: [] for name in names}
+        for name in [*names] * _ROUNDS:
+            own[name].append(device_seconds(partial(run, name), self._device))
             self._channel.raise_fault()
         of_ranks = self._channel.group.gather(lambda: own)
-        return {name: max(seconds[name] for seconds in of_ranks) for name in names}
+        slowest = {name: [max(times) for times in zip(*(of[name] for of in of_ranks), strict=True)] for name in names}
+        return {name: statistics.median(times) for name, times in slowest.items()}
 
     def _log(self, schedule: str, shape: Shape, why: str) -> None:
         """Once for each choice, on rank 0."""

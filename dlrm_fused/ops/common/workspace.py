@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.common.gpus import Gpu, gpu_of
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.call_order import CallOrder
+from dlrm_fused.symmetric.channel import abort_peers_on_error
+from dlrm_fused.symmetric.launches import Remembered
 
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count()
@@ -49,6 +51,7 @@ class Workspace:
         gpu: for which all ranks choose: theirs, or of those that differ the fewest multiprocessors and the least shared memory.
         channel: of the operator's epochs; the first of ``channels``.
         handle: a number, unique in this process, by which the operator names the workspace.
+        calls: what operators have found out about their calls, by the layout of the inputs.
     """
 
     def __init_subclass__(cls) -> None:
@@ -84,6 +87,7 @@ class Workspace:
         self.channels = tuple(Channel(group, f"{name} {purpose}".rstrip(), timeout_seconds, order) for purpose in channels)
         self.channel = self.channels[0]
         self.handle = next(_handles)
+        self.calls: Remembered[Any] = Remembered()
         _workspaces[self.handle] = self
 
     @classmethod
@@ -112,6 +116,14 @@ class Workspace:
         """
         for channel in self.channels:
             channel.begin_call()
+
+    def check_once(self, layout: Hashable, check: Callable[[], None]) -> None:
+        """Run the checks of a call, unless one with this layout has passed them. A rank that fails them tells the others,
+        which would wait for it."""
+        if layout not in self.calls:
+            with abort_peers_on_error(self.channel):
+                check()
+            self.calls[layout] = True
 
     def release_channels(self) -> None:
         """End the use of the workspace before the group is closed: later calls, also backward, fail. Collective;

@@ -23,6 +23,7 @@ from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks, LookupShape, choo
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
 from dlrm_fused.symmetric.device_puts import open_slice, put_slice
+from dlrm_fused.symmetric.launches import ceil_div
 from dlrm_fused.symmetric.puts import Puts
 
 _FEATURE_FIELDS = tl.constexpr(4)
@@ -134,7 +135,7 @@ def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> t
     bags = lookup.features.count * plan.global_batch
     shape = LookupShape(lookup.features.block_dim, workspace.tables[lookup.number].weights.dtype, mean_length, bags)
     blocks = choose_blocks(shape, gpu_of(workspace.device))
-    return blocks, triton.cdiv(max(plan.batch_sizes), blocks.bags)
+    return blocks, ceil_div(max(plan.batch_sizes), blocks.bags)
 
 
 def _streams(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> dict[str, Stream]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_fused.ops.common.dispatch import needs_dispatcher
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
 from dlrm_fused.ops.embedding_all_to_all.inputs import check_lookups, checks_of_call
@@ -70,7 +71,7 @@ def embedding_all_to_all(
     weights = [tables.weights for tables in workspace.tables]
     lookups = weights, list(indices), list(offsets), list(per_sample_weights)
     inputs = *lookups, list(batch_sizes), workspace.handle, gradient_scale
-    if torch.compiler.is_compiling():
+    if needs_dispatcher():
         return torch.ops.dlrm_fused.embedding_all_to_all(workspace.anchor, *inputs)
     if not torch.is_grad_enabled():
         return _look_up_and_deliver(workspace.anchor, *inputs)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dlrm_fused.ops.common.dispatch import needs_dispatcher
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
@@ -59,7 +60,7 @@ def pooled_all_to_all(
     """
     rows = (None,) * len(DistinctRows._fields) if distinct is None else distinct
     inputs = list(batch_sizes), workspace.handle, *rows, gradient_scale
-    if torch.compiler.is_compiling():
+    if needs_dispatcher():
         return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), *inputs)
     return _PooledAllToAll.apply(workspace.anchor, inputs, *pooled)
 

@@ -12,6 +12,7 @@ from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.launches import ceil_div
 
 # Rows and columns of a program's tile.
 _ROWS, _COLUMNS = 4, 256
@@ -69,7 +70,7 @@ def add_up(sources: Tensor, output: Tensor) -> None:
         return
     rows, width = output.shape
     if rows:
-        add_up_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS))](
+        add_up_kernel[(ceil_div(rows, _ROWS), ceil_div(width, _COLUMNS))](
             sources, output, rows, width, sources.stride(0), sources.stride(1), output.stride(0),
             SOURCES=sources.shape[0], ROWS=_ROWS, COLUMNS=_COLUMNS,
             num_warps=4,
@@ -81,7 +82,7 @@ def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tens
     partial_sums, presence = plan.partial_sums_view(workspace.staging()), plan.presence_view(workspace.staging())
     for features in workspace.partial_sum_tables if plan.local_batch else ():
         rows = max(1, _ELEMENTS // features.block_dim)
-        add_up_present_kernel[(triton.cdiv(plan.local_batch, rows), features.count)](
+        add_up_present_kernel[(ceil_div(plan.local_batch, rows), features.count)](
             partial_sums, presence, output, features.table, plan.local_batch, partial_sums.stride(0),
             partial_sums.stride(1), presence.stride(0), presence.stride(1), output.stride(0),
             SOURCES=partial_sums.shape[0], ROWS=rows, DIM=features.block_dim,

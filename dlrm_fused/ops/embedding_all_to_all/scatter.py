@@ -17,6 +17,7 @@ from dlrm_fused.ops.embedding_all_to_all.host_slices import TILE_COLUMNS
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 from dlrm_fused.symmetric.device_puts import open_slice, put_slice, release_slice, wait_for_slice
+from dlrm_fused.symmetric.launches import ceil_div
 from dlrm_fused.symmetric.puts import Puts
 
 _ROWS = 8  # of a program's tile
@@ -103,7 +104,7 @@ def scatter_tiles(
         relative: whether the tiles' offsets count from where their peer receives.
         first, last: whether this launch begins or ends the epoch; between them others may send more.
     """
-    row_blocks = triton.cdiv(most_rows, _ROWS)
+    row_blocks = ceil_div(most_rows, _ROWS)
     items = table.shape[0] * row_blocks
     most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
     scatter_tiles_kernel[(max(1, min(items, most)),)](
@@ -163,7 +164,7 @@ def put_gradient(puts: Puts, gradient: Tensor, plan: BatchPlan, window: ReceiveW
     Args:
         gradient: [local batch, columns] as :func:`~dlrm_fused.ops.embedding_all_to_all.scatter.scatter_tiles` reads it.
     """
-    row_blocks = triton.cdiv(plan.local_batch, _ROWS)
+    row_blocks = ceil_div(plan.local_batch, _ROWS)
     items = plan.slices.gradient_table.shape[0] * row_blocks
     if items:
         puts.kernel(put_tiles_kernel)[(min(items, _most_programs(gradient.device)),)](
@@ -184,7 +185,7 @@ def spread_slice(
         rows: of the slice.
         window: where its tiles begin to count, at every rank.
     """
-    row_blocks = triton.cdiv(rows, _ROWS)
+    row_blocks = ceil_div(rows, _ROWS)
     items = table.shape[0] * row_blocks
     puts.kernel(spread_tiles_kernel)[(min(items, _most_programs(table.device)),)](
         sender, width, table, items, row_blocks, window.memory.addresses, window.offset,

@@ -40,6 +40,7 @@ from dlrm_fused.ops.common.devices import multiprocessors, register_limit
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
 from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad, Adam, LocalTables, Optimizer, RowwiseAdagrad, RowwiseAdam, Sgd
+from dlrm_fused.symmetric.launches import ceil_div, next_power_of_2
 
 _BLOCK = 1024  # positions of a program in the elementwise kernels
 _PLAN_BLOCK = 128  # chunks of a program when they are cut
@@ -98,23 +99,23 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
     samples = torch.empty(count, dtype=torch.int32, device=device)
     features = torch.empty(count, dtype=torch.int32, device=device) if known.is_shared else None
     coefficients = torch.empty(count, dtype=torch.float32, device=device) if tables.mean else None
-    kernels.order_kernel[(triton.cdiv(count, _BLOCK),)](
+    kernels.order_kernel[(ceil_div(count, _BLOCK),)](
         keys, positions, bags, offsets, samples, features, coefficients, count, batch_size,
         BLOCK=_BLOCK,
     )  # fmt: skip
 
     table_count = len(tables.rows)
     length = _chunk_length(device, count, max(_tile_rows(block, device, _TILE_ELEMENTS) for block in known.blocks))
-    chunks = torch.empty((triton.cdiv(count, length) + table_count, 3), dtype=torch.int64, device=device)
+    chunks = torch.empty((ceil_div(count, length) + table_count, 3), dtype=torch.int64, device=device)
     crossings = torch.empty(1 + 2 * len(chunks), dtype=torch.int32, device=device)
     tables_begin = torch.empty((2, table_count + 1), dtype=torch.int64, device=device)
     is_ordered = known.first_features is not None
     kernels.count_kernel[(1,)](
         offsets if is_ordered else torch.searchsorted(keys, known.bounds.to(keys.dtype)), known.first_features,
         tables_begin, crossings, batch_size, length, table_count,
-        ORDERED=is_ordered, BLOCK=triton.next_power_of_2(table_count),
+        ORDERED=is_ordered, BLOCK=next_power_of_2(table_count),
     )  # fmt: skip
-    kernels.plan_kernel[(triton.cdiv(len(chunks), _PLAN_BLOCK),)](
+    kernels.plan_kernel[(ceil_div(len(chunks), _PLAN_BLOCK),)](
         tables_begin, keys, samples, chunks, crossings, len(chunks), length, table_count, table_count.bit_length(),
         len(chunks).bit_length(),
         BLOCK=_PLAN_BLOCK,
@@ -220,9 +221,9 @@ def per_sample_weight_gradients(
         return products
     known = tables.on_device
     keys, bags = _label(tables, indices, offsets, batch_size)
-    block = min(triton.next_power_of_2(max(tables.feature_dims)), 128)
+    block = min(next_power_of_2(max(tables.feature_dims)), 128)
     rows = max(_TILE_ELEMENTS // block, 1)
-    kernels.product_kernel[(triton.cdiv(indices.numel(), rows),)](
+    kernels.product_kernel[(ceil_div(indices.numel(), rows),)](
         tables.weights, gradients, gradients.stride(0), scale, keys, bags, offsets, known.tables, known.feature_tables,
         known.columns, products, indices.numel(), batch_size, max(tables.feature_dims),
         ROWS=rows, BLOCK_D=block, GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1, MEAN=tables.mean,
@@ -261,7 +262,7 @@ def _tile_rows(block: int, device: torch.device, elements: int) -> int:
 def _chunk_length(device: torch.device, count: int, tile_rows: int) -> int:
     if device.type == "cpu":
         return 2 * tile_rows
-    tiles = triton.cdiv(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * multiprocessors(device))
+    tiles = ceil_div(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * multiprocessors(device))
     return tile_rows * min(tiles, _LONGEST_CHUNK // tile_rows)
 
 
@@ -273,10 +274,10 @@ def _label(tables: LocalTables, indices: Tensor, offsets: Tensor, batch_size: in
     """For each position its row, counted over all tables, and its bag."""
     bag_count, count = offsets.numel() - 1, indices.numel()
     # A program takes so many bags that they hold about two blocks of positions.
-    bags_each = min(triton.next_power_of_2(triton.cdiv(2 * _BLOCK * bag_count, count)), _BLOCK)
+    bags_each = min(next_power_of_2(ceil_div(2 * _BLOCK * bag_count, count)), _BLOCK)
     keys = torch.empty_like(indices, dtype=torch.int32 if tables.total_rows <= _MAX_INT32 else torch.int64)
     bags = torch.empty_like(indices, dtype=torch.int32 if bag_count <= _MAX_INT32 else torch.int64)
-    kernels.label_kernel[(triton.cdiv(bag_count, bags_each),)](
+    kernels.label_kernel[(ceil_div(bag_count, bags_each),)](
         indices, offsets, tables.on_device.feature_first_rows, keys, bags, bag_count, batch_size, bags_each,
         bags_each.bit_length() - 1,
         BLOCK=_BLOCK,

@@ -16,6 +16,7 @@ from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.workspace import Workspace, fingerprint_of
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, round_up, uses_kernels, wait_until_all_ready
+from dlrm_fused.symmetric.launches import ceil_div, next_power_of_2
 
 _DTYPES = (torch.int32, torch.int64)
 # Few programs: they wait for other ranks, and what they would wait for needs multiprocessors, too.
@@ -194,8 +195,8 @@ class SentFeatures:
         exchange.begin_call()
         memory, bags = exchange._memory, lengths.shape[1]
         assert memory is not None
-        blocks = max(1, triton.cdiv(bags, _BAGS))
-        items = len(exchange._routes) * blocks + triton.cdiv(values.numel(), _ELEMENTS)
+        blocks = max(1, ceil_div(bags, _BAGS))
+        items = len(exchange._routes) * blocks + ceil_div(values.numel(), _ELEMENTS)
         send_kernel[(max(1, min(items, _SEND_PROGRAMS)),)](
             lengths, offsets, values, exchange._routes, len(exchange._routes), bags, blocks, values.numel(),
             exchange._most_bags, exchange._most_values, exchange._word_begin(exchange._most_features, exchange.rank),
@@ -248,7 +249,7 @@ class SentFeatures:
         if len(values):
             fetch_kernel[(runs, _FETCH_PROGRAMS_OF_A_RUN)](
                 exchange._received_words, runs, memory.addresses, values,
-                WORLD=world, RUNS=triton.next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
+                WORLD=world, RUNS=next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
             )  # fmt: skip
         return ReceivedFeatures(lengths, values, counts, bags)
 

@@ -33,6 +33,7 @@ from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, tiles_of_groups, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
+from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of, next_power_of_2
 
 # One program finds the order of so many tiles.
 TILES_OF_PROGRAM = tl.constexpr(64)
@@ -62,8 +63,8 @@ class Groups:
             order = torch.empty(2, tiles, dtype=torch.int32, device=self.bounds.device)
             groups = self.local_from.numel()
             if tiles:
-                tile_order_kernel[(triton.cdiv(tiles, TILES_OF_PROGRAM.value),)](
-                    self.bounds, self.local_from, order, tiles, groups, LANES=triton.next_power_of_2(groups)
+                tile_order_kernel[(ceil_div(tiles, TILES_OF_PROGRAM.value),)](
+                    self.bounds, self.local_from, order, tiles, groups, LANES=next_power_of_2(groups)
                 )
             self._orders[tiles] = order
         return self._orders[tiles]
@@ -374,7 +375,7 @@ def gemm(
     tiles = tiles_of_product(part_of or rows, columns, depth, x.element_size(), gpu)
     tiles = fitted(tiles, x.element_size(), gpu.shared_memory)
     ranks = out.channel.group.world_size if isinstance(out, ReceiveWindow) else 1
-    row_tiles = ranks * triton.cdiv(rows // ranks, tiles.rows)
+    row_tiles = ranks * ceil_div(rows // ranks, tiles.rows)
     _launch(
         x, weight[None], out, scale, tiles, row_tiles,
         _Rows(GroupArgs(x, x, row_tiles, 1), x, 1, rows // ranks), arrivals,
@@ -395,15 +396,20 @@ def _launch(
 ) -> None:
     """x times weight [G, N, K], by so many rows of tiles."""
     depth, columns = x.shape[1], weight.shape[2 if constants["TRANSPOSED"] else 1]
-    pieces = row_tiles * triton.cdiv(columns, tiles.columns) * tiles.splits
+    pieces = row_tiles * ceil_div(columns, tiles.columns) * tiles.splits
     partials = counts = None
     if tiles.splits > 1:
         partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
         counts = (arrivals or Arrivals(x.device)).of(pieces)
     block = [1, tiles.depth, tiles.columns] if constants["TRANSPOSED"] else [1, tiles.columns, tiles.depth]
     window = out if isinstance(out, ReceiveWindow) else None
-    epilogue = scale, out if isinstance(out, Tensor) else None, partials, counts
-    gemm_kernel[(programs_of(x.device, pieces, tiles),)](
+    matrix = out if isinstance(out, Tensor) else None
+    epilogue = scale, matrix, partials, counts
+    tensors = layout_of(x, weight, scale, matrix, rows.groups.bounds, rows.destinations)
+    layout = tensors, tiles, tuple(constants.values()), _uses_tf32(x.dtype), rows.block_rows
+    launches = window.channel.launches if window else launch_again
+    launches(
+        layout, gemm_kernel, (programs_of(x.device, pieces, tiles),),
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
         Epilogue(*(x if tensor is None else tensor for tensor in epilogue)), *rows, columns, depth,
         window.memory.addresses if window else x, window.offset if window else 0,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
+from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
@@ -20,8 +21,9 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, OWN, SCHEDULES, by_rule
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
-from dlrm_fused.symmetric import abort_peers_on_error, name_lost_peer
+from dlrm_fused.symmetric import name_lost_peer
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.launches import aligned, layout_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -50,7 +52,7 @@ def gemm_all_to_all(
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, schedule, workspace.handle)
+    return _operator(x, weight, scale, schedule, workspace.handle)
 
 
 torch.library.define(
@@ -62,13 +64,16 @@ torch.library.define(
 )
 
 
-@torch.library.impl("dlrm_fused::gemm_all_to_all", ["cpu", "cuda"])
 def _forward(x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str, handle: int) -> Tensor:
     workspace = GemmWorkspace.of(handle)
     workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
+
+    def check() -> None:
         _check_schedule(workspace, scale, schedule)
         _check_matrices(workspace, x, weight, scale)
+
+    workspace.check_once((layout_of(x, weight, scale), schedule), check)
+    x, weight = aligned(x), aligned(weight)
     if schedule == AUTO:
         schedule = _choose_schedule(workspace, x, weight, scale)
     return _send_by(schedule, workspace, x, weight, scale)
@@ -125,8 +130,12 @@ def _choose_schedule(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale:
         return KERNEL
     shape, known = (x.shape[0], weight.shape[0], weight.shape[1]), workspace.schedules
     names = [*OWN, *[LIBRARY] * known.has_library]
-    rule = by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
-    return known.choose(shape, names, lambda name: _send_by(name, workspace, x, weight, None), rule)
+    return known.choose(
+        shape,
+        names,
+        lambda name: _send_by(name, workspace, x, weight, None),
+        lambda: by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu),
+    )
 
 
 def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -224,7 +233,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return (x_gradient, None if ctx.saved_tensors[1].dtype == FP8 else weight_gradient, None, None, None)
 
 
-torch.library.register_autograd("dlrm_fused::gemm_all_to_all", _differentiate, setup_context=_save_for_backward)
+_operator = Operator("dlrm_fused::gemm_all_to_all", _forward, _differentiate, _save_for_backward)
 
 
 @torch.library.impl("dlrm_fused::gemm_all_to_all_backward", ["cpu", "cuda"])
@@ -236,7 +245,7 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None,
     """
     workspace = GemmWorkspace.of(handle)
     workspace.begin_call()
-    gradient = gradient.contiguous()
+    gradient = aligned(gradient.contiguous())
     factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
     fetch = _fetch_between_hosts if workspace.group.hosts.are_many else _fetch_in_host
     x_gradient, fetched = fetch(workspace, gradient, factors, torch.empty_like(x))

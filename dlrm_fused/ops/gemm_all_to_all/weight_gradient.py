@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, programs_of, tile_constants
 from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, weight_gradient_tiles
+from dlrm_fused.symmetric.launches import launch_again, layout_of
 
 
 @triton.jit
@@ -53,9 +54,11 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
     tiles = fitted(weight_gradient_tiles(element_size), element_size, gpu_of(a.device).shared_memory)
     tiles = replace(tiles, depth=min(tiles.depth, groups.tile_rows))
     programs = programs_of(a.device, count * tiles.count(rows, columns), tiles)
-    weight_gradient_kernel[(programs,)](
+    constants = tile_constants(tiles, a.dtype)
+    launch_again(
+        (layout_of(a, b, out, groups.bounds), tuple(constants.values()), groups.tile_rows), weight_gradient_kernel, (programs,),
         TensorDescriptor.from_tensor(a, [tiles.depth, tiles.rows]),
         TensorDescriptor.from_tensor(b, [tiles.depth, tiles.columns]),
         TensorDescriptor.from_tensor(out, [1, tiles.rows, tiles.columns // 2]),
-        groups.bounds, factor, groups.tile_rows, count, rows, columns, **tile_constants(tiles, a.dtype),
+        groups.bounds, factor, groups.tile_rows, count, rows, columns, **constants,
     )  # fmt: skip

@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+import abc
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +21,10 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
+from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 from dlrm_fused.ops.schedules import Kind, Pair, Task, make_plan, sums_beside
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
+from dlrm_fused.symmetric.launches import aligned, layout_of
 
 # Elements of a program's block, and programs of a multiprocessor: nearly one.
 _BLOCK = 4096
@@ -76,60 +80,81 @@ def sum_chunk_kernel(
     finish(channel, epoch)
 
 
-def sum_by_chunks(
-    workspace: GemvWorkspace, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
-) -> Tensor:
-    """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""
-    rows, columns = x.shape[0], weight.shape[0]
-    parts = workspace.parts.local.view(workspace.dtype)[: rows * columns].view(rows, columns)
-    result = workspace.results.receive((rows, columns), workspace.dtype)
+class _Sums(abc.ABC):
+    """Calls of one layout for many rows.
 
-    def multiply(task: Task) -> None:
-        (piece,) = task.pieces
-        torch.mm(x[piece.first : piece.last], weight.T, out=parts[piece.first : piece.last])
-
-    def add_up(task: Task) -> None:
-        (piece,) = task.pieces
-        _sum(workspace, result, piece.first, piece.last, bias, residual, fingerprint, scattered=False)
-
-    plan = make_plan(Pair.gemm_all_reduce, sums_beside(rows, columns), workspace.world_size, rows)
-    workspace.streams.run(plan, {Kind.compute: multiply, Kind.combine: add_up})
-    return workspace.results.to_hold(result)
-
-
-def sum_by_scatter(
-    workspace: GemvWorkspace, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
-) -> Tensor:
-    """Return the result of :func:`sum_by_chunks`; the kernel of the product stores at the peers.
-
-    The ranks must divide m, and rows of all matrices have a multiple of 16 bytes.
+    Attributes:
+        parts: [m, N], the products of this rank, in symmetric memory.
     """
-    # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
-    gemm(x.contiguous(), weight.contiguous(), ReceiveWindow(workspace.parts, workspace.channel, 0, fingerprint))
-    result = workspace.results.receive((x.shape[0], weight.shape[0]), workspace.dtype)
-    _sum(workspace, result, 0, x.shape[0], bias, residual, fingerprint, scattered=True)
-    return workspace.results.to_hold(result)
+
+    _is_scattered: ClassVar[bool]
+
+    def __init__(self, workspace: GemvWorkspace, inputs: Inputs, fingerprint: int) -> None:
+        rows, self._columns, _ = inputs.shape
+        self._fingerprint, self._shape = fingerprint, (rows, self._columns)
+        self.parts = workspace.parts.local.view(workspace.dtype)[: rows * self._columns].view(self._shape)
+        self._most = int(_PROGRAMS_OF_MULTIPROCESSOR * gpu_of(workspace.device).multiprocessors)
+        self._layout = "sum", self._is_scattered, layout_of(*inputs[:4])
+        self._constants = {
+            "SCATTERED": self._is_scattered,
+            "HAS_BIAS": inputs.bias is not None,
+            "HAS_RESIDUAL": inputs.residual is not None,
+            "DTYPE": TRITON_DTYPES[workspace.dtype],
+            "VECTOR": 8 if self._columns % 8 == 0 else 1,
+            "BLOCK": _BLOCK,
+            "num_warps": 8,
+        }
+
+    def __call__(self, workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
+        """Return the sum over ranks [m, N], plus bias and residual. It lies in symmetric memory."""
+        result = workspace.results.receive(self._shape, workspace.dtype)
+        self._run(workspace, inputs, result)
+        return workspace.results.to_hold(result)
+
+    @abc.abstractmethod
+    def _run(self, workspace: GemvWorkspace, inputs: Inputs, result: Tensor) -> None: ...
+
+    def _add_up(self, workspace: GemvWorkspace, inputs: Inputs, result: Tensor, first: int, last: int) -> None:
+        """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
+        elements = (last - first) * self._columns
+        workspace.channel.launches(
+            self._layout, sum_chunk_kernel, (min(-(-elements // (_BLOCK * workspace.world_size)), self._most),),
+            workspace.parts.addresses, workspace.results.memory.addresses, result if inputs.bias is None else inputs.bias,
+            result if inputs.residual is None else inputs.residual, first * self._columns, elements, self._columns,
+            workspace.results.offset_of(result), workspace.channel.args, self._fingerprint, **self._constants,
+        )  # fmt: skip
 
 
-def _sum(
-    workspace: GemvWorkspace,
-    result: Tensor,
-    first: int,
-    last: int,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    fingerprint: int,
-    *,
-    scattered: bool,
-) -> None:
-    """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
-    columns = result.shape[1]
-    elements = (last - first) * columns
-    most = int(_PROGRAMS_OF_MULTIPROCESSOR * gpu_of(workspace.device).multiprocessors)
-    sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * workspace.world_size), most),)](
-        workspace.parts.addresses, workspace.results.memory.addresses, result if bias is None else bias,
-        result if residual is None else residual, first * columns, elements, columns, workspace.results.offset_of(result),
-        workspace.channel.args, fingerprint,
-        SCATTERED=scattered, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        DTYPE=TRITON_DTYPES[workspace.dtype], VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+class ChunkedSums(_Sums):
+    """While a chunk of rows is summed, the next one is multiplied."""
+
+    _is_scattered = False
+
+    def __init__(self, workspace: GemvWorkspace, inputs: Inputs, fingerprint: int) -> None:
+        super().__init__(workspace, inputs, fingerprint)
+        schedule = sums_beside(*self._shape)
+        self._plan = make_plan(Pair.gemm_all_reduce, schedule, workspace.world_size, len(inputs.x))
+
+    def _run(self, workspace: GemvWorkspace, inputs: Inputs, result: Tensor) -> None:
+        def multiply(task: Task) -> None:
+            (piece,) = task.pieces
+            torch.mm(inputs.x[piece.first : piece.last], inputs.weight.T, out=self.parts[piece.first : piece.last])
+
+        def add_up(task: Task) -> None:
+            (piece,) = task.pieces
+            self._add_up(workspace, inputs, result, piece.first, piece.last)
+
+        workspace.streams.run(self._plan, {Kind.compute: multiply, Kind.combine: add_up})
+
+
+class ScatteredSums(_Sums):
+    """The kernel of the product stores at the peers. The ranks must divide m, and rows of all matrices have a multiple of 16
+    bytes."""
+
+    _is_scattered = True
+
+    def _run(self, workspace: GemvWorkspace, inputs: Inputs, result: Tensor) -> None:
+        # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
+        window = ReceiveWindow(workspace.parts, workspace.channel, 0, self._fingerprint)
+        gemm(aligned(inputs.x.contiguous()), aligned(inputs.weight.contiguous()), window)
+        self._add_up(workspace, inputs, result, 0, len(inputs.x))

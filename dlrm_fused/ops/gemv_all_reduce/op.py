@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import launch_options, starts_early
-from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
-from dlrm_fused.ops.gemv_all_reduce.chunks import sum_by_chunks, sum_by_scatter
+from dlrm_fused.ops.common.dispatch import Operator
+from dlrm_fused.ops.common.workspace import check_tensor
+from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, choose_blocks, fitted
-from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, choose_blocks, fitted, overriding_blocks
+from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 from dlrm_fused.symmetric import abort_peers_on_error
+from dlrm_fused.symmetric.launches import ceil_div, layout_of, next_power_of_2
 
 
 def gemv_all_reduce(
@@ -57,8 +59,7 @@ def gemv_all_reduce(
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    operator = torch.ops.dlrm_fused.gemv_all_reduce
-    out, normed = operator(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle, schedule)
+    out, normed = _operator(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle, schedule)
     if norm_weight is None:
         return out, None
     if not _norm_is_part(workspace, x):
@@ -78,23 +79,10 @@ torch.library.define(
 )
 
 
-class Inputs(NamedTuple):
-    """The inputs of :func:`gemv_all_reduce`."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    norm_weight: Tensor | None
-    norm_eps: float
-
-    def fingerprint(self, how: object) -> int:
-        """Return a checksum, of 31 bits, of what must be equal on all ranks; ``how`` the call is made, too."""
-        given = [tensor is not None for tensor in (self.bias, self.residual, self.norm_weight)]
-        return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, how)
+# Calls of one layout. The workspace keeps them, so they do not keep the workspace.
+Call = Callable[[GemvWorkspace, Inputs], tuple[Tensor, Tensor]]
 
 
-@torch.library.impl("dlrm_fused::gemv_all_reduce", ["cpu", "cuda"])
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -107,30 +95,43 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     inputs, workspace = Inputs(x, weight, bias, residual, norm_weight, norm_eps), GemvWorkspace.of(handle)
     workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
-        _check_inputs(workspace, inputs)
-        check_schedule(workspace, schedule, x, weight)
-    if schedule == AUTO:
-        shape = (len(x), len(weight), x.shape[1])
-        schedule = choose_schedule(workspace, shape, lambda name: _run(name, workspace, inputs))
-    return _run(schedule, workspace, inputs)
+    # Whatever follows from shapes is found once.
+    layout = layout_of(x, weight, bias, residual, norm_weight), norm_eps, schedule, overriding_blocks()
+    call: Call | None = workspace.calls.get(layout)
+    if call is None:
+        with abort_peers_on_error(workspace.channel):
+            _check_inputs(workspace, inputs)
+            check_schedule(workspace, schedule, x, weight)
+        call = AutoCall() if schedule == AUTO else _call_of(schedule, workspace, inputs)
+        workspace.calls[layout] = call
+    return call(workspace, inputs)
 
 
-def _run(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The sum, and its norm where it is part of the operator, else empty."""
-    x, weight, bias, residual, norm_weight, norm_eps = inputs
+class AutoCall:
+    """Calls of one layout, each by the schedule that ``auto`` takes."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+
+    def __call__(self, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        def run(schedule: str) -> tuple[Tensor, Tensor]:
+            if schedule not in self._calls:
+                self._calls[schedule] = _call_of(schedule, workspace, inputs)
+            return self._calls[schedule](workspace, inputs)
+
+        return run(choose_schedule(workspace, inputs.shape, run))
+
+
+def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
+    """Return what makes calls of the layout of these inputs: the sum, and its norm where the operator has it, else empty."""
     if schedule == LIBRARY:
-        out = _sum_by_library(workspace, inputs)
-        if norm_weight is not None and _norm_is_part(workspace, x):
-            return out, torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, norm_eps)
-    elif not workspace.sums_by_kernel:
-        out = _sum_over_hosts(workspace, inputs)
-    elif len(x) <= MAX_ROWS:
-        return run_kernel(workspace, inputs)
-    else:
-        add_up = sum_by_scatter if schedule == SCATTER else sum_by_chunks
-        out = add_up(workspace, x, weight, bias, residual, inputs.fingerprint(schedule))
-    return out, out.new_empty(0)
+        return _sum_by_library
+    if not workspace.sums_by_kernel:
+        return _sum_over_hosts
+    if len(inputs.x) <= MAX_ROWS:
+        return KernelCall(workspace, inputs)
+    sums = (ScatteredSums if schedule == SCATTER else ChunkedSums)(workspace, inputs, inputs.fingerprint(schedule))
+    return lambda workspace, inputs: _without_norm(sums(workspace, inputs))
 
 
 def _check_inputs(workspace: GemvWorkspace, inputs: Inputs) -> None:
@@ -153,34 +154,47 @@ def _check_inputs(workspace: GemvWorkspace, inputs: Inputs) -> None:
             check_tensor(workspace, key, tensor, workspace.dtype, shape)
 
 
-def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The operator for up to 64 rows, without checks: the sum, and its norm, which is empty without ``norm_weight``."""
-    x, weight, bias, residual, norm_weight, norm_eps = inputs
-    (rows, depth), columns, has_norm = x.shape, weight.shape[0], norm_weight is not None
-    blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), workspace.gpu, with_norm=has_norm)
-    blocks = fitted(blocks, rows, x.element_size(), workspace.gpu.shared_memory)
-    tiles = triton.cdiv(columns, blocks.columns)
-    early = starts_early(x.device, tiles * blocks.splits)
-    out = x.new_empty(rows, columns)
-    normed = torch.empty_like(out) if has_norm else out.new_empty(0)
-    epilogue = Epilogue(
-        out if bias is None else bias,
-        out if residual is None else residual,
-        out if norm_weight is None else norm_weight,
-        normed,
-        workspace.squares,
-    )
-    gemv_all_reduce_kernel[(tiles * blocks.splits,)](
-        x, weight, epilogue, out, workspace.buffer_args(flagged=blocks.flagged), workspace.split_buffer,
-        workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0), norm_eps,
-        BLOCKS=BlockArgs.of(blocks, rows, depth), TILES=triton.next_power_of_2(tiles) if has_norm else 1,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=has_norm, STARTS_EARLY=early,
-        num_warps=blocks.warps, num_stages=blocks.stages, **launch_options(early),
-    )  # fmt: skip
-    return out, normed
+class KernelCall:
+    """Calls of one layout by the kernel for up to 64 rows, without checks: the sum, and its norm, or empty without one."""
+
+    def __init__(self, workspace: GemvWorkspace, inputs: Inputs) -> None:
+        x, weight, bias, residual, norm_weight, norm_eps = inputs
+        (rows, columns, depth), has_norm, gpu = inputs.shape, norm_weight is not None, workspace.gpu
+        blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), gpu, with_norm=has_norm)
+        blocks = fitted(blocks, rows, x.element_size(), gpu.shared_memory)
+        tiles = ceil_div(columns, blocks.columns)
+        self._programs = tiles * blocks.splits
+        early = starts_early(x.device, self._programs)
+        self._shared = (
+            workspace.buffer_args(flagged=blocks.flagged), workspace.split_buffer, workspace.kernel_args,
+            inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0), norm_eps,
+        )  # fmt: skip
+        self._layout = "gemv", blocks, layout_of(x, weight, bias, residual, norm_weight)
+        self._constants = {
+            "BLOCKS": BlockArgs.of(blocks, rows, depth),
+            "TILES": next_power_of_2(tiles) if has_norm else 1,
+            "HAS_BIAS": bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "HAS_NORM": has_norm,
+            "STARTS_EARLY": early,
+            "num_warps": blocks.warps,
+            "num_stages": blocks.stages,
+            **launch_options(early),
+        }
+
+    def __call__(self, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        x, weight, bias, residual, norm_weight, _ = inputs
+        out = x.new_empty(len(x), len(weight))
+        normed = out.new_empty(0) if norm_weight is None else torch.empty_like(out)
+        bias, residual, norm_weight = (out if tensor is None else tensor for tensor in (bias, residual, norm_weight))
+        epilogue = Epilogue(bias, residual, norm_weight, normed, workspace.squares)
+        workspace.channel.launches(
+            self._layout, gemv_all_reduce_kernel, (self._programs,), x, weight, epilogue, out, *self._shared, **self._constants
+        )
+        return out, normed
 
 
-def _sum_by_library(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
+def _sum_by_library(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The library's product, then torch.distributed's all-reduce; rounded after each step."""
     fingerprint = inputs.fingerprint(LIBRARY)
     out = workspace.meet_beside(lambda: torch.nn.functional.linear(inputs.x, inputs.weight), fingerprint)
@@ -189,17 +203,23 @@ def _sum_by_library(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
     for part in (inputs.bias, inputs.residual):
         if part is not None:
             out += part
-    return out
+    if inputs.norm_weight is not None and _norm_is_part(workspace, inputs.x):
+        return out, torch.nn.functional.rms_norm(out, out.shape[-1:], inputs.norm_weight, inputs.norm_eps)
+    return _without_norm(out)
 
 
-def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
+def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The sum between processes on the CPU, and between the ranks of several hosts."""
     total = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
     workspace.sums.sum(total, inputs.fingerprint("hosts"))
     for part in (inputs.bias, inputs.residual):
         if part is not None:
             total += part.float()
-    return total.to(inputs.x.dtype)
+    return _without_norm(total.to(inputs.x.dtype))
+
+
+def _without_norm(out: Tensor) -> tuple[Tensor, Tensor]:
+    return out, out.new_empty(0)
 
 
 @torch.library.register_fake("dlrm_fused::gemv_all_reduce")
@@ -246,4 +266,4 @@ def _differentiate_norm(out: Tensor, norm_weight: Tensor, gradient: Tensor, eps:
     return through.to(out.dtype), (gradient.float() * unit).sum(0).to(norm_weight.dtype)
 
 
-torch.library.register_autograd("dlrm_fused::gemv_all_reduce", _differentiate, setup_context=_save_for_backward)
+_operator = Operator("dlrm_fused::gemv_all_reduce", _forward, _differentiate, _save_for_backward)

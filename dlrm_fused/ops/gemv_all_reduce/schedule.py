@@ -57,8 +57,8 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
     own = [KERNEL] if rows <= MAX_ROWS else [CHUNKS] + [SCATTER] * _can_scatter(workspace, shape)
     if not workspace.sums_by_kernel or rows <= _ROWS_OF_THE_KERNEL or not workspace.schedules.has_library:
         return own[0]
-    rule = KERNEL if rows <= MAX_ROWS else _by_rule(workspace, shape, [*own, LIBRARY])
-    return workspace.schedules.choose(shape, [*own, LIBRARY], run, rule=rule)
+    names = [*own, LIBRARY]
+    return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape, names))
 
 
 def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
@@ -67,7 +67,9 @@ def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
 
 
 def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> str:
-    """Return the schedule in ``names`` whose estimate is shortest, for more rows than the kernel takes."""
+    """Return the schedule in ``names`` whose estimate is shortest; the kernel for as many rows as it takes."""
+    if KERNEL in names:
+        return KERNEL
     size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
     allowed = tuple(name for name, own in OF_MANY_ROWS.items() if own in names)
     return OF_MANY_ROWS[choose(size, machine_of(workspace.gpu), allowed)]

@@ -69,6 +69,11 @@ def override(blocks: Blocks | None) -> None:
     _override = blocks
 
 
+def overriding_blocks() -> Blocks | None:
+    """Return the blocks that :func:`override` has set."""
+    return _override
+
+
 def choose_blocks(
     rows: int, columns: int, depth: int, world_size: int, element_size: int, gpu: Gpu, *, with_norm: bool
 ) -> Blocks:

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
-import triton
+from torch import Tensor
 
 from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
+from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
+from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, poll
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.device import polls_per_second, uses_kernels
+from dlrm_fused.symmetric.launches import ceil_div
 
 _HELD_RESULTS = 2
+
+
+class Inputs(NamedTuple):
+    """The inputs of :func:`gemv_all_reduce`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    norm_eps: float
+
+    @property
+    def shape(self) -> Shape:
+        """Rows, columns and K of the product."""
+        return len(self.x), len(self.weight), self.x.shape[1]
+
+    def fingerprint(self, how: object) -> int:
+        """Return a checksum, of 31 bits, of what must be equal on all ranks; ``how`` the call is made, too."""
+        given = [tensor is not None for tensor in (self.bias, self.residual, self.norm_weight)]
+        return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, how)
 
 
 class GemvWorkspace(MatrixWorkspace):
@@ -63,8 +88,8 @@ class GemvWorkspace(MatrixWorkspace):
             # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
             # narrowest tiles, and handshake.
             self.slot_words = few * max_columns
-            self.flags_at = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2))
-            most_tiles = triton.cdiv(max_columns, MIN_COLUMNS)
+            self.flags_at = (ranks + 1) * (self.slot_words + ceil_div(self.slot_words, 2))
+            most_tiles = ceil_div(max_columns, MIN_COLUMNS)
             self.half_words = self.flags_at + (ranks + 1) * most_tiles + ranks
             self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
             poll_limit = math.ceil(timeout_seconds * polls_per_second(group.device, poll))
@@ -82,7 +107,7 @@ class GemvWorkspace(MatrixWorkspace):
         """The layout of the receive buffer for the kernel; ``flagged`` values have a place of their own."""
         parts_at, slot_words = 0, self.slot_words
         if flagged:
-            parts_at, slot_words = (self.world_size + 1) * slot_words, triton.cdiv(slot_words, 2)
+            parts_at, slot_words = (self.world_size + 1) * slot_words, ceil_div(slot_words, 2)
         return ReceiveBuffer(
             self.receive_buffer.local.view(torch.int64),
             self.receive_buffer.addresses,

@@ -23,6 +23,7 @@ from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import TILES_OF_PROGRAM, Groups, store_order
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.hosts import Hosts
+from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of, next_power_of_2
 
 # Slots that a program compares with each other; a chunk is as many whole tokens as fit.
 _LANES = 128
@@ -85,19 +86,21 @@ def route(
         return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
     memory, channel, _, fingerprint = window
     slots, top_k = experts.numel(), experts.shape[1]
-    lanes = max(_LANES, triton.next_power_of_2(top_k))
+    lanes = max(_LANES, next_power_of_2(top_k))
     chunk = lanes // top_k * top_k
-    chunks = triton.cdiv(slots, chunk)
+    chunks = ceil_div(slots, chunk)
     starts = torch.empty(max(chunks, 1), count, dtype=torch.int32, device=experts.device)
     positions = torch.empty(slots, dtype=torch.int32, device=experts.device)
     if slots:
-        count_kernel[(chunks,)](
+        launch_again(
+            (layout_of(experts), count), count_kernel, (chunks,),
             experts, slots, starts, positions, count,
-            TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=triton.next_power_of_2(count), num_warps=8,
+            TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=next_power_of_2(count), num_warps=8,
         )  # fmt: skip
     # Counts of chunks become sums over the chunks before, and all ranks are told the totals; then as in `place_experts`.
-    at_a_time = min(_SCAN_EXPERTS, triton.next_power_of_2(count))
-    exchange_counts_kernel[(triton.cdiv(count, at_a_time),)](
+    at_a_time = min(_SCAN_EXPERTS, next_power_of_2(count))
+    channel.launches(
+        count, exchange_counts_kernel, (ceil_div(count, at_a_time),),
         starts, chunks, count, memory.addresses, channel.args, fingerprint,
         CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
     )  # fmt: skip
@@ -112,16 +115,18 @@ def route(
         received = {rank: own.to(experts.device) for rank, own in rows.items()}
 
     targets, first_rows = torch.empty_like(positions), starts.new_empty(count)
-    tiles, parts = rows_per_rank // tile_rows, triton.cdiv(tile_rows, _PAD_ROWS.value)
+    tiles, parts = rows_per_rank // tile_rows, ceil_div(tile_rows, _PAD_ROWS.value)
     order, slots_of_experts = starts.new_empty(2, tiles), experts.new_empty(count)
     groups = Groups(tile_rows, starts.new_empty(local + 1), starts.new_empty(local), {tiles: order})
     block_rows, destinations = block or (targets, targets)
-    of_slots, of_tiles = triton.cdiv(slots, _SLOTS_OF_PROGRAM.value), triton.cdiv(tiles, TILES_OF_PROGRAM.value)
-    place_kernel[(max(of_slots, of_tiles, local * parts),)](
+    of_slots, of_tiles = ceil_div(slots, _SLOTS_OF_PROGRAM.value), ceil_div(tiles, TILES_OF_PROGRAM.value)
+    layout = layout_of(experts, block_rows, destinations), count, tile_rows, rows_per_rank, block is None
+    channel.launches(
+        layout, place_kernel, (max(of_slots, of_tiles, local * parts),),
         SlotArgs(experts, positions, starts, targets), counts, memory.addresses, first_rows, slots_of_experts, groups.bounds,
         groups.local_from, order, block_rows, destinations,
         slots, count, tile_rows, tiles, rows_per_rank, block_rows.shape[-1],
-        RANK=channel.group.rank, WORLD=ranks, RANKS=triton.next_power_of_2(ranks), LANES=triton.next_power_of_2(local),
+        RANK=channel.group.rank, WORLD=ranks, RANKS=next_power_of_2(ranks), LANES=next_power_of_2(local),
         CHUNK=chunk, CLEARS_PADS=block is not None, PARTS=parts, num_warps=4,
     )  # fmt: skip
     return RoutesToExperts(targets, groups, received, slots_of_experts)

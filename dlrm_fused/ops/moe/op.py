@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dispatch import needs_dispatcher
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
@@ -16,6 +17,7 @@ from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace, check_row
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.launches import aligned
 
 
 def expert_layer(
@@ -66,7 +68,7 @@ def expert_layer_with_slots(
 ) -> tuple[Tensor, Tensor]:
     """:func:`expert_layer`, and int64 [experts]: how many tokens of all ranks have each expert, which every rank is told."""
     inputs = x, experts, gates, w_in, w_out, gradient_scale, workspace.handle
-    if torch.compiler.is_compiling():
+    if needs_dispatcher():
         out, slots, *_ = torch.ops.dlrm_fused.expert_layer(*inputs)
         return out, slots
     return _ExpertLayer.apply(*inputs)
@@ -94,6 +96,7 @@ def _forward(
     workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, x, experts, gates, w_in, w_out)
+    x, w_in, w_out = aligned(x), aligned(w_in), aligned(w_out)
     steps = workspace.steps
 
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
@@ -134,7 +137,7 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
     workspace = ExpertWorkspace.of(handle)
     workspace.begin_call()
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
-    gradient = gradient.contiguous()
+    gradient, w_in, w_out = aligned(gradient.contiguous()), aligned(w_in), aligned(w_out)
 
     # Rows received here are used up before the next call: spare blocks serve.
     receiving, combining = workspace.received.spare, workspace.combined.spare

@@ -26,6 +26,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
     upright,
 )
 from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, tiles_of_groups
+from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of
 
 
 @triton.jit
@@ -138,13 +139,15 @@ def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, act
     tiles = fitted(tiles, rows.element_size(), gpu_of(rows.device).shared_memory)
     half, columns = tiles.columns // 2, tiles.columns // parts
     row_tiles = count // tiles.rows
-    hidden_kernel[(programs_of(rows.device, row_tiles * triton.cdiv(width, columns), tiles),)](
+    constants = {"GATED": parts == 2, **tile_constants(tiles, rows.dtype)}
+    launch_again(
+        (layout_of(rows, w_in, hidden, groups.bounds), tuple(constants.values())),
+        hidden_kernel, (programs_of(rows.device, row_tiles * ceil_div(width, columns), tiles),),
         TensorDescriptor.from_tensor(rows, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(w_in.view(-1, width, depth), [1, columns, tiles.depth]),
         TensorDescriptor.from_tensor(hidden.view(count, parts, width), [tiles.rows, 1, half]),
         TensorDescriptor.from_tensor(activated, [tiles.rows, half]),
-        groups.args(row_tiles), width, depth,
-        GATED=parts == 2, **tile_constants(tiles, rows.dtype),
+        groups.args(row_tiles), width, depth, **constants,
     )  # fmt: skip
 
 
@@ -161,10 +164,12 @@ def hidden_layer_gradient(gradient: Tensor, w_out: Tensor, hidden: Tensor, group
     tiles = tiles_of_groups(width, gradient.element_size(), groups.tile_rows)
     tiles = fitted(tiles, gradient.element_size(), gpu_of(gradient.device).shared_memory)
     row_tiles = count // tiles.rows
-    hidden_gradient_kernel[(programs_of(gradient.device, row_tiles * triton.cdiv(width, tiles.columns), tiles),)](
+    constants = {"GATED": parts == 2, **tile_constants(tiles, gradient.dtype)}
+    launch_again(
+        (layout_of(gradient, w_out, hidden, groups.bounds), tuple(constants.values())),
+        hidden_gradient_kernel, (programs_of(gradient.device, row_tiles * ceil_div(width, tiles.columns), tiles),),
         TensorDescriptor.from_tensor(gradient, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(w_out, [1, tiles.depth, tiles.columns]),
         hidden, TensorDescriptor.from_tensor(result.view(count, parts, width), [tiles.rows, 1, tiles.columns // 2]),
-        groups.args(row_tiles), width, depth,
-        GATED=parts == 2, **tile_constants(tiles, gradient.dtype),
+        groups.args(row_tiles), width, depth, **constants,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradie
 from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import clear_rows
 from dlrm_fused.ops.moe.products import hidden_layer, hidden_layer_gradient
+from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of, next_power_of_2
 
 # Columns of a program's row, at most.
 _COLUMNS = 2048
@@ -89,7 +90,7 @@ class KernelSteps(HostSteps):
     """The steps on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
-        zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
+        zero_pads_kernel[(groups.local_from.numel(), ceil_div(groups.tile_rows, _PAD_ROWS))](
             rows, destinations, groups.bounds, groups.tile_rows, rows.shape[1],
             ROWS=_PAD_ROWS, COLUMNS=_columns(rows), num_warps=4,
         )  # fmt: skip
@@ -123,7 +124,8 @@ class KernelSteps(HostSteps):
         out = slots.new_empty(tokens, width)
         if tokens:
             columns = _columns(slots)
-            sum_slots_kernel[(tokens, triton.cdiv(width, columns))](
+            launch_again(
+                (layout_of(slots, targets, gates), top_k), sum_slots_kernel, (tokens, ceil_div(width, columns)),
                 slots, targets, slots if gates is None else gates, out, width,
                 TOP_K=top_k, WEIGHTED=gates is not None, DTYPE=TRITON_DTYPES[slots.dtype], COLUMNS=columns,
                 num_warps=4,
@@ -134,14 +136,15 @@ class KernelSteps(HostSteps):
         tokens, width = gradient.shape
         result = torch.empty(tokens, top_k, dtype=torch.float32, device=gradient.device)
         if tokens:
-            gates_gradient_kernel[(tokens,)](
-                gradient, slots, targets, result, width, TOP_K=top_k, COLUMNS=_columns(slots), num_warps=4
-            )
+            launch_again(
+                (layout_of(gradient, slots, targets), top_k), gates_gradient_kernel, (tokens,),
+                gradient, slots, targets, result, width, TOP_K=top_k, COLUMNS=_columns(slots), num_warps=4,
+            )  # fmt: skip
         return result
 
 
 def _columns(rows: Tensor) -> int:
-    return min(triton.next_power_of_2(rows.shape[1]), _COLUMNS)
+    return min(next_power_of_2(rows.shape[1]), _COLUMNS)
 
 
 @triton.jit

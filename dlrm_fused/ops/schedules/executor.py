@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 
@@ -29,26 +30,23 @@ class Streams:
         Args:
             actions: what starts a task of a kind, in the current stream. A kind that needs nothing may be left out.
         """
-        started = [(number, task) for number, task in enumerate(plan) if not task.is_inside]
         if self.beside is None:
-            for _, task in started:
+            for _, task in plan.started:
                 _start(task, actions)
             return
         main = torch.cuda.current_stream(self._device)
-        streams = {Lane.main: main, Lane.beside: self.beside}
-        awaited = {number for _, task in started for number in task.after}
         events: dict[int, torch.cuda.Event] = {}
         has_begun_beside = False
-        for number, task in started:
-            stream = streams[task.lane]
-            if task.lane is Lane.beside and not has_begun_beside:
+        for number, task in plan.started:
+            stream = main if task.lane is Lane.main else self.beside
+            if stream is self.beside and not has_begun_beside:
                 stream.wait_stream(main)  # what the caller has asked for before comes first
                 has_begun_beside = True
             for other in task.after:
                 stream.wait_event(events[other])
-            with torch.cuda.stream(stream):
+            with nullcontext() if stream is main else torch.cuda.stream(stream):
                 _start(task, actions)
-            if number in awaited:
+            if number in plan.awaited:
                 events[number] = stream.record_event()
 
 

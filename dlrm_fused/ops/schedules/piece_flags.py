@@ -183,7 +183,7 @@ class PieceFlags:
 
     def begin(self, fingerprint: int) -> None:
         """Meet the peers: they make the same call, and need what came before no more."""
-        begin_kernel[(1,)](self.args, self._channel.args, fingerprint, OWN=self._own, num_warps=1)
+        self._launch(begin_kernel, fingerprint, OWN=self._own)
 
     def mark(self, peer: int, number: int) -> None:
         """Tell a peer that a piece of this rank has come; behind the copy that moved it."""
@@ -195,7 +195,12 @@ class PieceFlags:
 
     def wait(self, source: int, number: int) -> None:
         """Wait for a piece."""
-        gate_kernel[(1,)](self.args, self._channel.args, source, number, num_warps=1)
+        self._launch(gate_kernel, source, number)
+
+    def _launch(self, kernel: Any, *numbers: int, **constants: bool) -> None:
+        """Launch one program of a kernel that is compiled alike for all numbers."""
+        layout = self.most, self._own
+        self._channel.launches(layout, kernel, (1,), self.args, self._channel.args, *numbers, **constants, num_warps=1)
 
 
 @triton.jit

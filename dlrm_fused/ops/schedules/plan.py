@@ -78,7 +78,26 @@ class Task:
     is_inside: bool = False
 
 
-Plan = tuple[Task, ...]
+Tasks = tuple[Task, ...]
+
+
+class Plan(Tasks):
+    """The tasks of one call.
+
+    Attributes:
+        started: those that are to be started, with their numbers.
+        awaited: the numbers of those for which others wait.
+    """
+
+    @functools.cached_property
+    def started(self) -> list[tuple[int, Task]]:
+        return [(number, task) for number, task in enumerate(self) if not task.is_inside]
+
+    @functools.cached_property
+    def awaited(self) -> set[int]:
+        return {number for _, task in self.started for number in task.after}
+
+
 # Calls repeat a few shapes, step after step.
 _KEPT_PLANS = 1024
 
@@ -96,6 +115,10 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
     Raises:
         ValueError: the pair cannot be run so.
     """
+    return Plan(_tasks(pair, schedule, ranks, shard_rows))
+
+
+def _tasks(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Tasks:
     if schedule.mover is Mover.library:
         return _serial(pair, ranks, shard_rows)
     if schedule.mover is Mover.other_kernel:
@@ -128,13 +151,13 @@ def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Pi
     ]
 
 
-def _serial(pair: Pair, ranks: int, shard_rows: int) -> Plan:
+def _serial(pair: Pair, ranks: int, shard_rows: int) -> Tasks:
     pieces = tuple(Piece(shift, 0, shard_rows) for shift in range(ranks))
     collective, compute = Task(Kind.collective, Lane.main, pieces), Task(Kind.compute, Lane.main, pieces)
     return (collective, compute) if pair.moves_first else (compute, collective)
 
 
-def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
+def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Tasks:
     """One kernel meets the peers, moves and computes: shards before all, results piece by piece, own ones last."""
     begin, arrivals = replace(_BEGIN, is_inside=True), tuple(range(1, len(remote) + 1))
     if pair.moves_first:  # some programs move, while others multiply own rows
@@ -152,7 +175,7 @@ def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     return (begin, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last)
 
 
-def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
+def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Tasks:
     """Shards travel, own first to be multiplied while they do."""
     tasks = [_BEGIN]
     marks = [_add_move(tasks, piece, after=(0,)) for piece in remote]
@@ -166,7 +189,7 @@ def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
     return (*tasks, Task(Kind.end, Lane.main, after=tuple(marks[-1:])))
 
 
-def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
+def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Tasks:
     """Results travel, while the next ones are computed; own ones are computed last."""
     # Meeting takes longer if other calls use the channel, too; the first move is after a product in any case.
     tasks = [_BEGIN if pair is Pair.gemm_reduce_scatter else Task(Kind.begin, Lane.beside)]
@@ -191,7 +214,7 @@ def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> i
     return len(tasks) - 1
 
 
-def _sums_beside(schedule: Schedule, rows: int) -> Plan:
+def _sums_beside(schedule: Schedule, rows: int) -> Tasks:
     """A chunk of rows is summed over the ranks while the next one is multiplied."""
     tasks: list[Task] = []
     bounds = cut(rows, schedule.parts)

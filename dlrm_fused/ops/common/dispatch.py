@@ -1,0 +1,67 @@
+"""The way from an operator's function to what it runs: through PyTorch's dispatcher, or around it where that adds only time.
+
+The dispatcher's way through Python takes the host longer than a launch, in a call with gradients several times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlrm_fused.compat.torch import has_dispatch_mode, is_profiled
+
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+def needs_dispatcher() -> bool:
+    """Return whether a compiler or a ``TorchDispatchMode`` looks at the calls of operators."""
+    return torch.compiler.is_compiling() or has_dispatch_mode()
+
+
+class Operator:
+    """An operator that is defined, made known to PyTorch, and called without its dispatcher where nobody needs that."""
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        differentiate: Callable[..., tuple[Tensor | None, ...]],
+        save_for_backward: Callable[..., None],
+    ) -> None:
+        """Args:
+        name: as it was defined, with its namespace.
+        forward: what it runs, on CPUs and GPUs.
+        differentiate, save_for_backward: as ``torch.library.register_autograd`` takes them.
+        """
+        torch.library.impl(name, ["cpu", "cuda"], forward)
+        torch.library.register_autograd(name, differentiate, setup_context=save_for_backward)
+        namespace, short_name = name.split("::")
+        self._name, self._operator = name, getattr(getattr(torch.ops, namespace), short_name).default
+        self._forward, self._function = forward, _function(short_name, forward, differentiate, save_for_backward)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Call the operator with all of its arguments; the result is differentiable if an input is."""
+        tensors = [given for given in inputs if isinstance(given, Tensor)]
+        if needs_dispatcher() or not all(type(tensor) in _ORDINARY for tensor in tensors):
+            return self._operator(*inputs)
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        run = self._function.apply if has_gradient else self._forward
+        if is_profiled():
+            with torch.profiler.record_function(self._name):
+                return run(*inputs)
+        return run(*inputs)
+
+
+def _function(
+    name: str, run: Callable[..., Any], differentiate: Callable[..., Any], save: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = run(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    # Nodes of the graph are named by the class.
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(differentiate)})
