@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +45,40 @@ def measure_both(
         fused, unfused: the same work in two ways; collective.
         work, unfused_name: for the log.
     """
-    seconds = torch.tensor([_mean_seconds(run, device) for run in (fused, unfused)], dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    both = BothWays(*seconds.tolist())
+    both = BothWays(*on_slowest_rank([_mean_seconds(run, device) for run in (fused, unfused)], group, device))
+    log_choice(both, group, work=work, unfused_name=unfused_name)
+    return both
+
+
+def on_slowest_rank(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Return the largest of all ranks' times, one by one. Collective over the group."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return slowest.tolist()
+
+
+def log_choice(both: BothWays, group: dist.ProcessGroup, *, work: str, unfused_name: str) -> None:
+    """Log which of two ways is taken, on the group's first rank."""
     if group.rank() == 0:
         times, chosen = (both.fused * 1e3, unfused_name, both.unfused * 1e3), "fused" if both.fused_is_faster else unfused_name
         logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *times, chosen)
-    return both
+
+
+class Moment:
+    """A moment in a device's current stream, between what was launched before and what is launched later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_until(self, later: Moment) -> float:
+        """Return the time between two moments. Waits for the device."""
+        if self._event is None or later._event is None:
+            return later._time - self._time
+        later._event.synchronize()
+        return self._event.elapsed_time(later._event) / 1e3
 
 
 def device_seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -2,33 +2,36 @@
 
 * :class:`TorchRecPath`: TorchRec's own, for all sharding types;
 * :class:`~dlrm_fused.sharding.gpu_path.GpuPath` and :class:`~dlrm_fused.sharding.cpu_path.CpuPath`: fused communication;
-* :class:`MeasuringPath`: TorchRec's, until a training batch has shown which of the others is the fastest.
+* :class:`MeasuringPath`: all of these in turn, until training steps have shown which is the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dlrm_fused.auto_choice import BothWays, measure_both
+from dlrm_fused.auto_choice import BothWays, Moment, log_choice, on_slowest_rank
 from dlrm_fused.compat import torchrec as compat
-from dlrm_fused.compat.fbgemm import uncounted
+from dlrm_fused.compat.fbgemm import read_steps_anew
 from dlrm_fused.sharding.cpu_path import CpuPath
 from dlrm_fused.sharding.exchange import Exchange
 from dlrm_fused.sharding.gpu_path import GpuPath
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
+
+# A turn of a path: batches that compile kernels and capture graphs, and batches that are measured, of which six are whole steps
+# where a module looks up twice or three times in a step. All paths have so many turns.
+WARMUP_BATCHES, MEASURED_BATCHES, ROUNDS = 4, 6, 3
 
 
 class Path(Protocol):
@@ -91,56 +94,99 @@ def fused_path(module: ShardedEmbeddingBagCollection, settings: FusedSettings, s
     return CpuPath(module, exchange, settings.keyed)
 
 
-class MeasuringPath(TorchRecPath):
-    """TorchRec's path, until the faster one of each sharding type has been measured.
+class MeasuringPath:
+    """The paths of a module in turn, until training steps have shown which is the fastest for each sharding type.
+
+    A step counts as a whole, from one training batch to the next: input dist, lookup, the dense part, gradients, updates, and
+    whatever runs beside them or is replayed. The paths are the fused one of each covered sharding type, with TorchRec's for the
+    others, and then TorchRec's for all. Between hosts the covered types share one path: messages of both in one step would
+    wait for each other (see docs/symmetric.md, "GPUs without peer access").
+
+    Where a model has several modules, one after the other measures; the others take TorchRec's path until then.
 
     Args:
         covered: numbers of the sharding types that may be fused, ascending.
+
+    Attributes:
+        measured: by sharding type, seconds of a step; empty before the end.
     """
 
-    reads_keys = True
+    _with_turn: ClassVar[Callable[[], MeasuringPath | None]] = staticmethod(lambda: None)
 
     def __init__(self, settings: FusedSettings, covered: Sequence[int]) -> None:
-        self._settings, self._covered = settings, covered
+        self._settings = settings
+        fused = [tuple(covered)] if settings.group.hosts.are_many else [(i,) for i in covered]
+        self._ways: list[tuple[int, ...]] = [*fused, ()]
+        self._paths: dict[tuple[int, ...], Path] = {(): TorchRecPath()}
+        self._current = self._paths[()]
+        self._batch = 0
+        self._moments: list[Moment] = []  # of each turn: its begin, and the end of the batches that warm up
+        self.measured: dict[str, BothWays] = {}
 
-    def measure(
+    @property
+    def shardings(self) -> tuple[int, ...]:
+        """Numbers of the sharding types that are fused in this turn."""
+        return self._current.shardings
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the path of this turn needs the keys of the bags of a batch."""
+        return self._current.reads_keys
+
+    def deliver(
         self, module: ShardedEmbeddingBagCollection, ctx: EmbeddingBagCollectionContext, input: KJTList
-    ) -> tuple[Path, dict[str, BothWays]]:
-        """Measure both paths of every covered sharding type on a batch. Collective.
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Look up and deliver a batch. Collective."""
+        return self._current.deliver(module, ctx, input)
 
-        Between hosts all types are measured together: messages of both paths in one step wait for each other (see
-        docs/symmetric.md, "GPUs without peer access").
+    def release(self) -> None:
+        """Let go of the memory of all paths. Collective."""
+        for path in self._paths.values():
+            path.release()
 
-        Returns:
-            The path of the types whose fused path is faster, and the times by sharding type.
-        """
-        chosen: list[GpuPath | CpuPath] = []
-        measured, kinds, group = dict[str, BothWays](), compat.sharding_types(module), self._settings.group
-        for shardings in [self._covered] if group.hosts.are_many else [[i] for i in self._covered]:
-            candidate = fused_path(module, self._settings, shardings)
-            with torch.no_grad(), uncounted(compat.fbgemm_lookups(module)):
-                both = measure_both(
-                    partial(candidate.look_up, candidate.exchange.call(ctx, input)),
-                    partial(_look_up_by_torchrec, module, shardings, ctx, input),
-                    cast(dist.ProcessGroup, compat.environment(module).process_group),
-                    group.device,
-                    work=f"{compat.path(module)}: {', '.join(kinds[i] for i in shardings)} tables",
-                    unfused_name="TorchRec",
-                )
-            measured.update(dict.fromkeys((kinds[i] for i in shardings), both))
+    def next_batch(self, module: ShardedEmbeddingBagCollection) -> Path:
+        """Begin a training batch; return this path, or for good the fastest one when all have been measured. Collective."""
+        if not self._has_turn():
+            return self
+        turn, number = divmod(self._batch, WARMUP_BATCHES + MEASURED_BATCHES)
+        self._batch += 1
+        if number in (0, WARMUP_BATCHES):
+            self._moments.append(Moment(self._settings.group.device))
+        if number == 0:
+            if turn == ROUNDS * len(self._ways):
+                MeasuringPath._with_turn = staticmethod(lambda: None)
+                return self._fastest(module)
+            way = self._ways[turn % len(self._ways)]
+            if way not in self._paths:
+                self._paths[way] = fused_path(module, self._settings, way)
+            self._current = self._paths[way]
+            read_steps_anew(compat.fbgemm_lookups(module))
+        return self
+
+    def _has_turn(self) -> bool:
+        if MeasuringPath._with_turn() is None:
+            MeasuringPath._with_turn = weakref.ref(self)
+        return MeasuringPath._with_turn() is self
+
+    def _fastest(self, module: ShardedEmbeddingBagCollection) -> Path:
+        """Choose, keep the times, and release the other paths. Collective."""
+        process_group = cast(dist.ProcessGroup, compat.environment(module).process_group)
+        begins, ends = self._moments[1::2], self._moments[2::2]
+        own = [begin.seconds_until(end) / MEASURED_BATCHES for begin, end in zip(begins, ends, strict=True)]
+        seconds = on_slowest_rank(own, process_group, self._settings.group.device)
+        # A turn that is disturbed is longer, never shorter.
+        of_way = {way: min(seconds[i :: len(self._ways)]) for i, way in enumerate(self._ways)}
+        kinds, chosen = compat.sharding_types(module), list[tuple[int, ...]]()
+        for way in self._ways[:-1]:
+            both = BothWays(fused=of_way[way], unfused=of_way[()])
+            work = f"{compat.path(module)}: {', '.join(kinds[i] for i in way)} tables, a step"
+            log_choice(both, process_group, work=work, unfused_name="TorchRec")
+            self.measured.update(dict.fromkeys((kinds[i] for i in way), both))
             if both.fused_is_faster:
-                chosen.append(candidate)
-            else:
-                candidate.release()
-        if len(chosen) > 1:
-            for candidate in chosen:
-                candidate.release()
-            chosen = [fused_path(module, self._settings, [i for candidate in chosen for i in candidate.shardings])]
-        return chosen[0] if chosen else TorchRecPath(), measured
-
-
-def _look_up_by_torchrec(
-    module: ShardedEmbeddingBagCollection, shardings: Sequence[int], ctx: EmbeddingBagCollectionContext, input: KJTList
-) -> list[Tensor]:
-    """Return the results of TorchRec's own path for some sharding types. Collective."""
-    return [part.wait() for part in [compat.look_up_and_deliver(module, i, ctx, input) for i in shardings]]
+                chosen.append(way)
+        if len(chosen) == 1:
+            fastest = self._paths.pop(chosen[0])
+        self.release()
+        if len(chosen) == 1:
+            return fastest
+        return fused_path(module, self._settings, [i for way in chosen for i in way]) if chosen else TorchRecPath()

@@ -35,8 +35,8 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         fused_params: as in TorchRec: arguments of FBGEMM's lookup, such as the optimizer, or ``output_dtype``.
         qcomm_codecs_registry: as in TorchRec. Decides the number formats on the wire unless they are given.
         sharded_module_order_overwrite: as in TorchRec.
-        mode: ``fused``, or ``auto``: for each sharding type of a module the faster of fused and TorchRec's path, measured
-            forward on the first training batch.
+        mode: ``fused``, or ``auto``: for each sharding type of a module the faster of fused and TorchRec's path, which take
+            turns in the first training steps and are measured.
         strict: refuse what the fused path does not cover, instead of running it on TorchRec's.
         forward_wire: float32, bfloat16 or float16: in which pooled embeddings travel, if not in the output's own 16 bits.
         backward_wire: the same for their gradients.

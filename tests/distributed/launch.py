@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dlrm_fused.config import Config, Split, load_config
 from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.sharding import paths
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training import trainer
@@ -232,11 +233,17 @@ def train(folder: Path, ranks: int, *overrides: str) -> Path:
     return config.run_dir
 
 
+def measure_briefly() -> None:
+    """Let ``comm=auto`` in this process measure one batch of each path, after one that warms up."""
+    paths.WARMUP_BATCHES = paths.MEASURED_BATCHES = paths.ROUNDS = 1
+
+
 def start_training(config: Config, ranks: int) -> Ranks:
     return Ranks(ranks, _train, config)
 
 
 def _train(config: Config) -> None:
+    measure_briefly()
     rank = Rank.from_environment()
     trainer.train(config, rank, ErrorStore(rank))
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.ops.embedding_all_to_all import DistinctRows, EmbeddingWorkspace, pooled_all_to_all
-from dlrm_fused.sharding import cpu_path
+from dlrm_fused.sharding import cpu_path, paths
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from dlrm_fused.training.trainer import train as run_trainer
 from tests.distributed.launch import (
     WITHOUT_AMPLIFIED_ROUNDING,
     losses,
+    measure_briefly,
     metrics,
     on_hosts,
     run_ranks,
@@ -51,6 +52,7 @@ def train_on_hosts(folder: Path, hosts: Sequence[int], *overrides: str) -> Path:
 
 
 def _train(config: Config) -> None:
+    measure_briefly()
     rank = Rank.from_environment()
     run_trainer(config, rank, ErrorStore(rank))
 
@@ -131,7 +133,7 @@ def test_losses_of_layers_that_ranks_share_are_those_of_the_baseline(
 
 
 def train_and_list_exchanges(config: Config) -> list[bool]:
-    """Train; of each fused exchange of pooled embeddings, whether rows that several bags have went once."""
+    """Train, fused communication being the faster; of each of its exchanges, whether rows that several bags have went once."""
     sent_once: list[bool] = []
 
     def listed(
@@ -141,6 +143,7 @@ def train_and_list_exchanges(config: Config) -> list[bool]:
         return pooled_all_to_all(workspace, pooled, sizes, distinct, scale)
 
     cpu_path.pooled_all_to_all = listed
+    paths.on_slowest_rank = lambda *_: [0.5, 1.0]  # type: ignore[attr-defined]
     _train(config)
     return sent_once
 
@@ -149,8 +152,9 @@ def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_
     settings = [*WITHOUT_AMPLIFIED_ROUNDING, "embedding.sharding=table_wise", f"training.max_steps={FEW_STEPS}"]
     config = small_config(tmp_path / "auto", *settings, "comm=auto")
     for sent_once in run_ranks(4, on_hosts, TWO_AND_TWO, train_and_list_exchanges, config):
-        assert len(sent_once) > 10
-        assert all(sent_once)
+        # Batches whose features were sent before the path had its turn have no keys: two each time.
+        assert len(sent_once) >= FEW_STEPS - 2, "two steps took TorchRec's path"
+        assert all(sent_once[4:])
     auto = config.run_dir
     assert losses(auto) == pytest.approx(losses(train(tmp_path / "baseline", 4, *settings)), rel=1e-5, abs=0)
 

@@ -41,9 +41,10 @@ from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.cpu_path import CpuPath
+from dlrm_fused.sharding.paths import TorchRecPath
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import RankFailed, on_hosts, run_ranks
+from tests.distributed.launch import RankFailed, measure_briefly, on_hosts, run_ranks
 
 CPU = torch.device("cpu")
 WITH_KERNELS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -263,9 +264,9 @@ def optimizer_of(model: DistributedModelParallel) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for name, p in model.named_parameters() if name not in fused], lr=0.5)
 
 
-def step_by_step(model: DistributedModelParallel, world: World) -> list[Tensor]:
+def step_by_step(model: DistributedModelParallel, world: World, count: int = 4) -> list[Tensor]:
     optimizer, observed = optimizer_of(model), []
-    for batch in batches(world, 4):
+    for batch in batches(world, count):
         optimizer.zero_grad()
         loss = model(batch)
         loss.backward()
@@ -520,7 +521,7 @@ class TestAuto:
 
     def test_all_ranks_choose_the_same_and_say_both_times(self):
         world = World((EVERY_KIND,), options={"mode": "auto"})
-        (paths, messages), (other_paths, none) = run_ranks(2, _auto_choice, world)
+        (paths, messages), (other_paths, none) = run_ranks(2, _auto_choice, world, 4)
         assert paths == other_paths
         assert none == []
         measured = [message for message in messages if "comm=auto" in message]
@@ -545,41 +546,45 @@ class TestAuto:
     def test_between_hosts_all_sharding_types_take_one_path(self):
         """Messages of both paths in one step would wait for each other."""
         world = World((EVERY_KIND,), options={"mode": "auto"})
-        for paths, messages in run_ranks(2, on_hosts, (0, 1), _auto_choice, world):
+        for paths, messages in run_ranks(2, on_hosts, (0, 1), _auto_choice, world, 2):
             assert len(set(paths.values())) == 1
             measured = [message for message in messages if "comm=auto" in message]
-            assert all("table_wise, column_wise, row_wise tables: " in message for message in measured)
+            assert all("table_wise, column_wise, row_wise tables, a step: " in message for message in measured)
             assert len(measured) == (len(messages) > 0)
 
 
-def _auto_choice(world: World) -> tuple[dict[str, str], list[str]]:
+def _auto_choice(world: World, ways: int) -> tuple[dict[str, str], list[str]]:
     messages = recorded_messages()
+    measure_briefly()
     with process_group(Rank.from_environment(), CPU):
         model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))
         collection = get_unwrapped_module(model).collections[0]
+        step_by_step(model, world, 2 * ways)
         assert set(collection.paths.values()) == {"auto"}
-        step_by_step(model, world)
+        step_by_step(model, world, 1)
         return collection.paths, messages
 
 
 def _auto_choice_with_slow_paths(world: World, slow: str) -> tuple[dict[str, str], list[str], list[Tensor], list[Tensor]]:
-    def slowed(run: Callable[..., Any], is_slow: Callable[..., bool]) -> Callable[..., Any]:
+    def slowed(run: Callable[..., Any], seconds: Callable[..., float]) -> Callable[..., Any]:
         def run_slowly(*arguments: Any) -> Any:
-            time.sleep(0.05 if is_slow(*arguments) else 0.0)
+            time.sleep(seconds(*arguments))
             return run(*arguments)
 
         return run_slowly
 
     messages = recorded_messages()
+    measure_briefly()
     with process_group(Rank.from_environment(), CPU):
-        expected = step_by_step(build(world, EmbeddingBagCollectionSharder(dict(ADAGRAD))), world)
+        count = 4 * 2 + 3
+        expected = step_by_step(build(world, EmbeddingBagCollectionSharder(dict(ADAGRAD))), world, count)
         model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))
         collection = get_unwrapped_module(model).collections[0]
         of_slow = collection._sharding_types.index(slow)
-        ours, theirs = CpuPath.look_up, compat.look_up_and_deliver
-        CpuPath.look_up = slowed(ours, lambda path, *_: path.shardings == (of_slow,))
-        compat.look_up_and_deliver = slowed(theirs, lambda _, sharding, *__: sharding != of_slow)
-        losses = step_by_step(model, world)
+        CpuPath.look_up = slowed(CpuPath.look_up, lambda path, *_: 0.4 * (path.shardings == (of_slow,)))
+        compat.look_up_and_deliver = slowed(compat.look_up_and_deliver, lambda _, sharding, *__: 0.2 * (sharding != of_slow))
+        TorchRecPath.deliver = slowed(TorchRecPath.deliver, lambda *_: 0.4)
+        losses = step_by_step(model, world, count)
     return collection.paths, messages, losses, expected
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, paths
-from tests.distributed.launch import on_hosts, run_ranks
+from tests.distributed.launch import measure_briefly, on_hosts, run_ranks
 from tests.distributed.test_drop_in import (
     COLUMN_WISE,
     EVALUATE,
@@ -134,26 +132,25 @@ def backward_after_move(case: Case) -> bool:
         return True
 
 
-def memory_after_choice(case: Case, faster: list[str]) -> tuple[int, int]:
+def memory_after_choice(case: Case, fused_is_faster: bool) -> tuple[int, int]:
     """Symmetric memory of a model once its paths have been measured, and of one that is fused from the start."""
-
-    def both(fused: Callable[[], object], unfused: Callable[[], object], *_: object, work: str, **__: object) -> BothWays:
-        fused(), unfused()
-        return BothWays(fused=1.0, unfused=2.0 if any(kind in work for kind in faster) else 0.5)
-
+    measure_briefly()
+    # Those of fused communication for each of two sharding types, and TorchRec's.
+    seconds = [0.5, 0.5, 1.0] if fused_is_faster else [2.0, 2.0, 1.0]
     found = []
-    with group_of(case), mock.patch.object(paths, "measure_both", both):
+    with group_of(case), mock.patch.object(paths, "on_slowest_rank", return_value=seconds):
         gc.disable()
         for mode in ("auto", "fused"):
             before = symmetric_memory()
             model = shard(case, fused_sharder(replace(case, options={"mode": mode})))
-            step(model, case)
+            for _ in range(2 * len(seconds) + 1):
+                step(model, case)
             found.append(symmetric_memory() - before)
     return found[0], found[1]
 
 
 def test_auto_keeps_no_memory_of_what_it_has_measured() -> None:
-    for chosen, _ in run_ranks(2, memory_after_choice, CASE, []):
+    for chosen, _ in run_ranks(2, memory_after_choice, CASE, False):
         assert chosen == 0
-    for chosen, fused in run_ranks(2, memory_after_choice, CASE, [TABLE_WISE, COLUMN_WISE]):
+    for chosen, fused in run_ranks(2, memory_after_choice, CASE, True):
         assert chosen == fused > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from torchrec.modules import embedding_modules
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
+from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, paths
+from dlrm_fused.sharding.options import Mode
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import measure_briefly, run_ranks
 from tests.distributed.test_fused_sharder import (
     ADAGRAD,
     CPU,
@@ -83,22 +85,49 @@ def build(world: World, sharder: EmbeddingBagCollectionSharder, averages_replica
 
 
 def trained(
-    world: World, options: dict[str, Any], averages_replicas: bool, environment: dict[str, str]
+    world: World,
+    options: dict[str, Any],
+    averages_replicas: bool,
+    environment: dict[str, str],
+    mode: Mode = "fused",
+    count: int = 6,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs of TorchRec's pipeline for some batches, and the tables afterwards, with our sharder and with TorchRec's."""
     results = []
     with pytest.MonkeyPatch.context() as patch, process_group(Rank.from_environment(), CPU):
         for name, value in environment.items():
             patch.setenv(name, value)
-        for sharder in (FusedEmbeddingBagCollectionSharder(dict(ADAGRAD)), EmbeddingBagCollectionSharder(dict(ADAGRAD))):
+        for sharder in (
+            FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), mode=mode),
+            EmbeddingBagCollectionSharder(dict(ADAGRAD)),
+        ):
             model = build(world, sharder, averages_replicas)
             pipeline = TrainPipelineSparseDist(model, optimizer_of(model), CPU, execute_all_batches=True, **options)
-            given = iter(batches(world, 6))
-            observed = [pipeline.progress(given).clone() for _ in range(6)]
+            given = iter(batches(world, count))
+            observed = [pipeline.progress(given).clone() for _ in range(count)]
             with pytest.raises(StopIteration):
                 pipeline.progress(given)
             results.append([*observed, *tables_of(model)])
     return results[0], results[1]
+
+
+@pytest.mark.also_interpreted
+@pytest.mark.parametrize("fused_is_faster", [True, False])
+def test_paths_take_turns_in_the_pipeline(fused_is_faster: bool) -> None:
+    """Features of two batches are on their way to one path when the turn is another's."""
+    world = World((TABLES, (Table("row_wise", 8), Table("table_wise", 4))))
+    assert_equal(run_ranks(2, trained_while_paths_are_measured, world, fused_is_faster))
+
+
+def trained_while_paths_are_measured(world: World, fused_is_faster: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def seconds(own: list[float], *_: Any) -> list[float]:
+        *fused, torchrecs = own
+        return [0.5 * torchrecs if fused_is_faster else 2 * torchrecs] * len(fused) + [torchrecs]
+
+    measure_briefly()
+    with mock.patch.object(paths, "on_slowest_rank", seconds):
+        # One module has four paths, the other three, each of which has two batches; then those that are left.
+        return trained(world, {}, True, {}, mode="auto", count=2 * (4 + 3) + 4)
 
 
 def assert_same_training(options: dict[str, Any], averages_replicas: bool = True, **environment: str) -> None:
