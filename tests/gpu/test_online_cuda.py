@@ -38,6 +38,28 @@ def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool
                 assert torch.equal(result[dtype], results[0][dtype])
 
 
+def encoded_again(scorer: OnlineScorer, requests: Requests, numbers: list[int]) -> Tensor:
+    """Encode each history without a graph, then by the graph that the second one makes; scores with the latter."""
+    first = [scorer.encode(requests.history(i)).cache for i in range(len(requests.histories))]
+    scorer.warm_up([HISTORY])
+    for i, expected in enumerate(first):
+        for _ in range(3):
+            found = scorer.encode(requests.history(i)).cache
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[found.dtype])
+    assert scorer._encodings is not None
+    assert len(scorer._encodings._captures) > 1
+    return scores(scorer, requests, numbers)
+
+
+@pytest.mark.parametrize(("ranks", "fused"), [(RANKS, False), pytest.param(RANKS, True, marks=pytest.mark.gpu(2))])
+def test_histories_are_encoded_by_graphs(ranks: int, fused: bool) -> None:
+    requests = Requests([0, 1, 65, HISTORY, 7], count=4)
+    expected = requests.of_full_model()
+    for result in run_ranks(ranks, with_scorers, fused, list(TOLERANCES), encoded_again, requests, [4]):
+        for dtype, tolerance in TOLERANCES.items():
+            torch.testing.assert_close(result[dtype], expected, rtol=0, atol=tolerance)
+
+
 def with_weights_that_move(scorer: OnlineScorer, requests: Requests) -> list[Tensor]:
     """Scores before and after all weights lie elsewhere, with other values; and the latter in graphs that are made anew."""
     found = [scores(scorer, requests, [5])]

@@ -10,8 +10,8 @@ calls with the same inputs, and get the same results; a server may take requests
 A request computes only what depends on its candidates: m rows go through the layers, each attends to the history's kept keys
 and values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that
 they hold, and the sum over ranks is the product's. On GPUs a request is one CUDA graph, from the copy of its ids to the device
-to that of its probabilities back; there is one for each number of candidates that is a power of two. When weights were
-replaced or have moved, the graphs are made again.
+to that of its probabilities back; there is one for each number of candidates that is a power of two. A history is encoded by
+one for its padded length. When weights were replaced or have moved, the graphs are made again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dlrm_fused.compat.torch import is_rocm, modules_of, tensors_of
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, Captures, Generation, GraphRecorder
 from dlrm_fused.errors import UsageError
 from dlrm_fused.inference.online.cached_attention import cached_attention, reference
+from dlrm_fused.inference.online.encodings import Encodings, padded_length, positions_of
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.lasting import lasting
 from dlrm_fused.models.tensor_parallel import group_size
@@ -129,6 +130,13 @@ class OnlineScorer:
             transformer.d_model // transformer.heads,
         )
         self._buckets: Captures[_Bucket] = Captures(MAX_CANDIDATES.bit_length())
+        self._encodings: Encodings | None = None
+        workspace = self._product.workspace
+        if self._device.type == "cuda" and (workspace is None or not workspace.group.hosts.are_many):
+            layers, both, heads, width = self._cache_shape
+            shape = len(self._token_features), ids_per_bag
+            cache_shape = layers, both, heads, transformer.history_length, width
+            self._encodings = Encodings(shape, cache_shape, self._dtype, self._device)
         self._branch = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @torch.no_grad()
@@ -145,21 +153,28 @@ class OnlineScorer:
         if count > model.history_length:
             raise UsageError(f"a history of {count} interactions; the model takes history_length={model.history_length}")
         rows = torch.from_numpy(self._tables.local_rows(interactions, self._token_features, self._ids_per_bag))
-        stages = model.stages()
         cache = torch.empty(*self._cache_shape[:3], count, self._cache_shape[3], dtype=self._dtype, device=self._device)
         if count == 0:
             return History(cache)
-        x, normed = self._enter(self._look_up(rows.to(self._device)), model.positions[1 : count + 1].flip(0))
+        self._begin_call()
+        if self._encodings is None or not self._encodings.fill(rows, cache, self._fill, self._weights):
+            self._fill(rows.to(self._device), positions_of(count).to(self._device), cache)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._raise_fault()
+        return History(cache)
+
+    def _fill(self, rows: Tensor, positions: Tensor, cache: Tensor) -> None:
+        """Fill the cache [layers, 2, heads / ranks, n, d_head] of rows [n, token features, ids], with positions [n]."""
+        model = self._transformer
+        stages = model.stages()
+        x, normed = self._enter(self._look_up(rows), model.positions[positions])
         for layer, (block, next_norm) in enumerate(stages):
             queries, keys, values = block.project(normed).permute(2, 1, 0, 3)
             cache[layer, 0], cache[layer, 1] = keys, values
             if layer + 1 < len(stages):  # candidates see only keys and values of the last layer
                 attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], is_causal=True)
                 x, normed = block.finish(attended[0].transpose(0, 1), x, next_norm)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self._raise_fault()
-        return History(cache)
 
     @torch.no_grad()
     def score(self, history: History, candidates: Candidates) -> Tensor:
@@ -189,6 +204,7 @@ class OnlineScorer:
         sparse = self._tables.local_rows(candidates.sparse, self._sparse_features, self._ids_per_bag)
         bucket = self._bucket(count)
         inputs = bucket.inputs
+        self._begin_call()
         inputs.cache.numpy()[:] = history.cache.data_ptr(), len(history)
         rows = inputs.rows.numpy()
         rows[:count, : tokens.shape[1]] = tokens
@@ -208,12 +224,19 @@ class OnlineScorer:
         return probabilities[:count].clone()
 
     @torch.no_grad()
-    def warm_up(self) -> None:
-        """Capture now the CUDA graphs that the first requests of each size would capture. Collective."""
+    def warm_up(self, history_lengths: Sequence[int] = ()) -> None:
+        """Capture now the CUDA graphs that requests would capture later. Collective.
+
+        Args:
+            history_lengths: the most frequent lengths of histories, each at least 1.
+        """
         count = 1
         while count <= MAX_CANDIDATES:
             self._bucket(count)
             count *= 2
+        if self._encodings is not None:
+            for length in {padded_length(length, self._transformer.history_length) for length in history_lengths}:
+                self._encodings.capture(length, self._fill, self._weights)
 
     @lasting
     def _bucket(self, count: int) -> _Bucket:
@@ -303,6 +326,10 @@ class OnlineScorer:
     def _join(self) -> None:
         if self._branch is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._branch)
+
+    def _begin_call(self) -> None:
+        if self._product.workspace is not None:
+            self._product.workspace.begin_call()
 
     def _raise_fault(self) -> None:
         if self._product.workspace is not None:
