@@ -28,7 +28,7 @@ from benchmarks.operators.products import (
     workspace_for,
 )
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
-from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, SCATTER
+from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, KERNEL, PRODUCT, SCATTER
 
 # N and K: of attention outputs and second feed-forward matrices of common Transformers.
 SHAPES = ((1024, 4096), (2048, 8192), (4096, 16384), (5120, 13824), (8192, 8192), (8192, 28672))
@@ -101,12 +101,13 @@ class GemvCase(ProductCase):
 
     @torch.no_grad()
     def other_schedules(self) -> list[str]:
-        """Return the schedules of many rows that auto does not take here; it has measured, unless a table knows."""
-        if not self.cell.is_large or self.world.device.type != "cuda":
+        """Return the schedules that auto does not take here; it has measured, unless a table or the number of rows says."""
+        if self.world.device.type != "cuda":
             return []
         self.multiply(0)
         taken = self.workspace.schedules.known((self.cell.m, self.cell.n, self.cell.depth(self.world.size)))
-        return [schedule for schedule in (CHUNKS, SCATTER) if schedule != taken]
+        own = (CHUNKS, SCATTER) if self.cell.is_large else (KERNEL, PRODUCT)
+        return [schedule for schedule in own if schedule != taken]
 
     def contestants(self, stage: str) -> dict[str, Multiply]:
         def nccl(number: int) -> Tensor:

@@ -192,6 +192,15 @@ def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: 
     assert torch.equal(held, before)
 
 
+def products_of_the_library(group: SymmetricGroup) -> None:
+    """They are rounded as often as those of the kernel, whatever auto takes."""
+    products = Sums(group, HALF)
+    for rows in (17, 32, 64):
+        given = products.draw(rows, seed=rows)
+        for schedule in ("kernel", "product", "auto"):
+            products.check(products.multiply(given, schedule), given)
+
+
 def ranks_that_differ(group: SymmetricGroup) -> None:
     products = Sums(group, FP32)
     given = {key: tensor for key, tensor in products.draw(2 + group.rank % 2).items() if key in ("x", "weight")}
@@ -201,6 +210,7 @@ def ranks_that_differ(group: SymmetricGroup) -> None:
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "sums in bf16" if ON_GPU else "sums in fp16": partial(sums, dtype=HALF),
     "sums in fp32": partial(sums, dtype=FP32),
+    "products of the library": products_of_the_library,
     "many rows": many_rows,
     "many rows by chunks": partial(many_rows, schedule="chunks"),
     "many rows by scatter": partial(many_rows, schedule="scatter"),

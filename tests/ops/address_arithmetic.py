@@ -261,6 +261,8 @@ _BOUNDED = {
         "begin = split * steps * DEPTH": _DIMENSION,
         "channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles": _WORDS,
         "column = (tile * COLUMNS": _DIMENSION,
+        "column = tile * COLUMNS": _DIMENSION,
+        "row, column = tl.arange(0, BLOCKS.rows), tile * BLOCKS.columns": _DIMENSION,
         "item = tile * WIDTH": _DIMENSION,
     },
     "ops/moe/dispatch.py": {

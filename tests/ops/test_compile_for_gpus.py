@@ -297,7 +297,7 @@ def launch_products_of_small_pieces() -> None:
     launch_products_of_pieces(HALF, (64, 64, 64))
 
 
-def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False, count: int = 5) -> None:
+def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False, count: int = 5, *, is_given: bool = False) -> None:
     override(blocks)
     words, parts = torch.zeros(8, dtype=torch.int64), torch.zeros(4096)
     workspace: Any = SimpleNamespace(
@@ -313,7 +313,7 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False, cou
         torch.zeros(WIDTH, dtype=dtype),
     )
     inputs = Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6)
-    gemv.KernelCall(workspace, inputs)(workspace, inputs)
+    gemv.KernelCall(workspace, inputs, is_given=is_given)(workspace, inputs)
 
 
 def launch_sum_of_many_rows(dtype: torch.dtype, sums: Callable[..., Any]) -> None:
@@ -510,6 +510,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
+    "gemv_of_a_product": (lambda: launch_gemv(HALF, FLAGGED, True, is_given=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
     "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, ChunkedSums), {"sum_chunk_kernel"}),
     "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, ScatteredSums), {"gemm_kernel", "sum_chunk_kernel"}),

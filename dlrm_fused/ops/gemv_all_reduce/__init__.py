@@ -8,7 +8,7 @@ Transformer.
 How it runs:
 
 * up to 64 rows on GPUs: one kernel (:mod:`~dlrm_fused.ops.gemv_all_reduce.kernel`), as in Punniyamurthy et al., arXiv
-  2305.06942;
+  2305.06942; from 17 rows on the product may be the library's, in fp32, which the kernel only adds up;
 * more rows on GPUs: cuBLAS by chunks of rows, the sum of each beside the product of the next
   (:mod:`~dlrm_fused.ops.gemv_all_reduce.chunks`, which has another way too), or the library's product and all-reduce,
   whichever was measured to be faster;

@@ -81,13 +81,15 @@ class BlockArgs(NamedTuple):
     tagged_splits: bool  # whether parts of splits are handed on as words with tags
     two_shot: bool
     flagged: bool
+    is_given: bool
 
     @classmethod
     def of(cls, blocks: Blocks, rows: int, depth: int) -> Self:
         """Return those for x [rows, depth]."""
         columns, step, splits = blocks.columns, blocks.depth, blocks.splits
         is_even, is_tagged = depth % (step * splits) == 0, rows <= TAGGED_SPLIT_ROWS
-        return cls(padded(rows), columns, step, splits, is_even, is_tagged, blocks.two_shot, blocks.flagged)
+        ways = blocks.two_shot, blocks.flagged, blocks.is_given
+        return cls(padded(rows), columns, step, splits, is_even, is_tagged, *ways)
 
 
 class SplitBuffer(NamedTuple):
@@ -244,6 +246,14 @@ def _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, BLOCKS: 
 
 
 @triton.jit
+def _given_tile(product, m, n, stride, tile, BLOCKS: tl.constexpr):
+    """One tile of a product fp32 [m, n] that was made before: [COLUMNS, ROWS]."""
+    row, column = tl.arange(0, BLOCKS.rows), tile * BLOCKS.columns + tl.arange(0, BLOCKS.columns)
+    inside = (column < n)[:, None] & (row < m)[None, :]
+    return tl.load(product + row[None, :].to(tl.int64) * stride + column[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
 def _leave_part(
     product, split_buffer, tile, tiles, split, places, slot_words, inside, tag, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -365,6 +375,8 @@ def gemv_all_reduce_kernel(
 ):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; and its RMSNorm.
 
+    Where the product is given, x is it: fp32 [m, n].
+
     A program has one tile of columns and one split of K; the last split of a tile adds the others' parts to its own and deals
     with the peers. Programs wait for earlier ones of their own launch only, except in the norm, where all are resident.
 
@@ -392,7 +404,10 @@ def gemv_all_reduce_kernel(
     if tl.program_id(0) == 0:
         _send_handshake(channel, fingerprint, handshake, receive_addresses, tag)
 
-    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, BLOCKS)
+    if BLOCKS.is_given:
+        product = _given_tile(x, m, n, x_stride, tile, BLOCKS)
+    else:
+        product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, BLOCKS)
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < m)[:, None] & (column < n)[None, :]

@@ -15,8 +15,14 @@ from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
-from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, choose_blocks, fitted, overriding_blocks
+from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, PRODUCT, SCATTER, check_schedule, choose_schedule
+from dlrm_fused.ops.gemv_all_reduce.tuning import (
+    MAX_ROWS,
+    choose_blocks,
+    choose_blocks_of_sum,
+    fitted,
+    overriding_blocks,
+)
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.launches import ceil_div, layout_of, next_power_of_2
@@ -45,14 +51,15 @@ def gemv_all_reduce(
         residual: [m, N], contiguous.
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
-        schedule: ``kernel``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more; ``library``; or ``auto``, which
-            takes the fastest of them: from a table, or measured here by the first call with a shape.
+        schedule: ``kernel`` or ``product``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more; ``library``; or
+            ``auto``, which takes the fastest of them: from a table, or measured here by the first call with a shape. For up to
+            64 rows it does not take ``library``, which rounds more often.
             Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
         [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
-        arXiv 1910.07467) times ``norm_weight``, or None. The kernel rounds once, from fp32; the others, the products of the
-        ranks too; the library, after every addition.
+        arXiv 1910.07467) times ``norm_weight``, or None. ``kernel`` and ``product`` round once, from fp32; the
+        others, the products of the ranks too; ``library``, after every addition.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
@@ -129,7 +136,7 @@ def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
     if not workspace.sums_by_kernel:
         return _sum_over_hosts
     if len(inputs.x) <= MAX_ROWS:
-        return KernelCall(workspace, inputs)
+        return KernelCall(workspace, inputs, is_given=schedule == PRODUCT)
     sums = (ScatteredSums if schedule == SCATTER else ChunkedSums)(workspace, inputs, inputs.fingerprint(schedule))
     return lambda workspace, inputs: _without_norm(sums(workspace, inputs))
 
@@ -155,19 +162,27 @@ def _check_inputs(workspace: GemvWorkspace, inputs: Inputs) -> None:
 
 
 class KernelCall:
-    """Calls of one layout by the kernel for up to 64 rows, without checks: the sum, and its norm, or empty without one."""
+    """Calls of one layout by the kernel for up to 64 rows, without checks: the sum, and its norm, or empty without one.
 
-    def __init__(self, workspace: GemvWorkspace, inputs: Inputs) -> None:
+    Args:
+        is_given: whether the product is the library's, in fp32, and the kernel only adds it up over the ranks.
+    """
+
+    def __init__(self, workspace: GemvWorkspace, inputs: Inputs, *, is_given: bool = False) -> None:
         x, weight, bias, residual, norm_weight, norm_eps = inputs
         (rows, columns, depth), has_norm, gpu = inputs.shape, norm_weight is not None, workspace.gpu
-        blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), gpu, with_norm=has_norm)
-        blocks = fitted(blocks, rows, x.element_size(), gpu.shared_memory)
+        ranks, self._is_given = workspace.world_size, is_given
+        if is_given:
+            blocks = choose_blocks_of_sum(rows, columns, ranks, gpu, with_norm=has_norm)
+        else:
+            blocks = choose_blocks(rows, columns, depth, ranks, x.element_size(), gpu, with_norm=has_norm)
+            blocks = fitted(blocks, rows, x.element_size(), gpu.shared_memory)
         tiles = ceil_div(columns, blocks.columns)
         self._programs = tiles * blocks.splits
         early = starts_early(x.device, self._programs)
         self._shared = (
             workspace.buffer_args(flagged=blocks.flagged), workspace.split_buffer, workspace.kernel_args,
-            inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0), norm_eps,
+            inputs.fingerprint(blocks), rows, columns, depth, columns if is_given else x.stride(0), weight.stride(0), norm_eps,
         )  # fmt: skip
         self._layout = "gemv", blocks, layout_of(x, weight, bias, residual, norm_weight)
         self._constants = {
@@ -189,9 +204,17 @@ class KernelCall:
         bias, residual, norm_weight = (out if tensor is None else tensor for tensor in (bias, residual, norm_weight))
         epilogue = Epilogue(bias, residual, norm_weight, normed, workspace.squares)
         workspace.channel.launches(
-            self._layout, gemv_all_reduce_kernel, (self._programs,), x, weight, epilogue, out, *self._shared, **self._constants
-        )
+            self._layout, gemv_all_reduce_kernel, (self._programs,),
+            product_in_fp32(x, weight) if self._is_given else x, weight, epilogue, out, *self._shared, **self._constants,
+        )  # fmt: skip
         return out, normed
+
+
+def product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T, of which nothing is rounded to 16 bits."""
+    if x.device.type == "cpu" or x.dtype == torch.float32:
+        return x.float() @ weight.float().T
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 def _sum_by_library(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:

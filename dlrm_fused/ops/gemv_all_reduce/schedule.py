@@ -18,8 +18,8 @@ from dlrm_fused.ops.schedules.estimate import Size
 from dlrm_fused.ops.schedules.machines import machine_of
 from dlrm_fused.ops.schedules.rule import choose
 
-KERNEL, CHUNKS, SCATTER = "kernel", "chunks", "scatter"
-SCHEDULES = (AUTO, KERNEL, CHUNKS, SCATTER, LIBRARY)
+KERNEL, PRODUCT, CHUNKS, SCATTER = "kernel", "product", "chunks", "scatter"
+SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, LIBRARY)
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
 # The schedules of many rows, by their names in dlrm_fused.ops.schedules.
@@ -32,10 +32,11 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
     if schedule == LIBRARY and not workspace.schedules.has_library:
-        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks, scatter")
-    if (schedule == KERNEL and rows > MAX_ROWS) or (schedule in (CHUNKS, SCATTER) and rows <= MAX_ROWS):
+        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: {', '.join(SCHEDULES[:-1])}")
+    if (schedule in (KERNEL, PRODUCT) and rows > MAX_ROWS) or (schedule in (CHUNKS, SCATTER) and rows <= MAX_ROWS):
         raise UsageError(
-            f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel, more for chunks and scatter"
+            f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel and product, more for chunks "
+            "and scatter"
         )
     if schedule == SCATTER and not _can_scatter(workspace, (rows, len(weight), x.shape[1])):
         raise UsageError(
@@ -54,10 +55,12 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
         CommunicationError: while it measures, as the call itself.
     """
     rows = shape[0]
-    own = [KERNEL] if rows <= MAX_ROWS else [CHUNKS] + [SCATTER] * _can_scatter(workspace, shape)
-    if not workspace.sums_by_kernel or rows <= _ROWS_OF_THE_KERNEL or not workspace.schedules.has_library:
-        return own[0]
-    names = [*own, LIBRARY]
+    if rows <= MAX_ROWS:
+        names = [KERNEL] if rows <= _ROWS_OF_THE_KERNEL else [KERNEL, PRODUCT]  # the library's rounds more often
+    else:
+        names = [CHUNKS] + [SCATTER] * _can_scatter(workspace, shape) + [LIBRARY] * workspace.schedules.has_library
+    if not workspace.sums_by_kernel or len(names) == 1:
+        return names[0]
     return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape, names))
 
 

@@ -46,6 +46,7 @@ class Blocks:
         two_shot: add partial results up at one rank a tile, which sends the sum to all, instead of at every rank.
         flagged: send tiles as they are, with a flag each, instead of words with a tag: half the bytes, for a fence. With
             two_shot only.
+        is_given: the product is made before, by the library; programs only add it up.
     """
 
     columns: int
@@ -55,6 +56,7 @@ class Blocks:
     stages: int
     two_shot: bool
     flagged: bool
+    is_given: bool = False
 
 
 # By rows, columns, and K of one rank, as ``python -m benchmarks tune gemv_all_reduce`` prints it. No shape is known to need
@@ -85,6 +87,20 @@ def choose_blocks(
         with_norm: whether programs wait for each other, so that all of them must be resident at once.
     """
     blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, element_size, gpu)
+    return _possible(blocks, columns, world_size, gpu, with_norm=with_norm)
+
+
+def choose_blocks_of_sum(rows: int, columns: int, world_size: int, gpu: Gpu, *, with_norm: bool) -> Blocks:
+    """The blocks for a product [rows, columns] that is given: as many tiles as there are multiprocessors, or fewer."""
+    if _override:
+        return _possible(replace(_override, splits=1, is_given=True), columns, world_size, gpu, with_norm=with_norm)
+    tile = next((tile for tile in (16, 32, 64) if -(-columns // tile) <= gpu.multiprocessors), 128)
+    two_shot = rows * columns > ONE_SHOT_WORDS
+    blocks = Blocks(tile, _LEAST_DEPTH, 1, 4, 1, two_shot, flagged=two_shot and rows > 16, is_given=True)
+    return _possible(blocks, columns, world_size, gpu, with_norm=with_norm)
+
+
+def _possible(blocks: Blocks, columns: int, world_size: int, gpu: Gpu, *, with_norm: bool) -> Blocks:
     if with_norm:
         blocks = _resident(blocks, columns, gpu)
     if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):

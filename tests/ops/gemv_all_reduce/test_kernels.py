@@ -147,6 +147,17 @@ def test_norm_of_the_result(two_shot: bool) -> None:
     check([Case(4, 96, 32, blocks, with_residual=True, with_norm=True)], ranks=1 if two_shot else 2, calls=3)
 
 
+@pytest.mark.parametrize("blocks", [ONE_SHOT, TWO_SHOT, FLAGGED], ids=str)
+def test_a_product_of_the_library_is_added_up(blocks: Blocks) -> None:
+    full = Case(20, 64, 40, blocks, with_bias=True, with_residual=True, schedule="product")
+    check([full, Case(17, 50, 64, blocks, schedule="product")], ranks=2, calls=2, dtype=torch.float16)
+
+
+def test_a_product_of_the_library_has_a_norm_and_follows_one_of_the_kernel() -> None:
+    with_norm = Case(18, 96, 32, ONE_TILE, with_residual=True, with_norm=True, schedule="product")
+    check([with_norm, Case(3, 64, 32, schedule="kernel")], ranks=3, calls=4, dtype=torch.float16, straggler=2)
+
+
 def test_one_rank() -> None:
     check([Case(2, 32, 32, SPLIT, with_bias=True)], ranks=1, calls=2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrm_fused.ops.common.gpus import H100
-from dlrm_fused.ops.gemv_all_reduce.tuning import MIN_COLUMNS, choose_blocks, fitted, needed_memory
+from dlrm_fused.ops.gemv_all_reduce.tuning import MIN_COLUMNS, choose_blocks, choose_blocks_of_sum, fitted, needed_memory
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
@@ -17,6 +17,20 @@ def test_every_shape_has_blocks_of_powers_of_two(rows: int, columns: int, with_n
     assert blocks.columns & (blocks.columns - 1) == 0
     assert blocks.depth & (blocks.depth - 1) == 0
     assert blocks.splits >= 1
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64])
+@pytest.mark.parametrize("columns", [1, 33, 1024, 5120, 8192, 16384])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_product_that_is_given_is_added_up_by_most_multiprocessors(rows: int, columns: int, with_norm: bool) -> None:
+    blocks = choose_blocks_of_sum(rows, columns, world_size=2, gpu=H100, with_norm=with_norm)
+    tiles = -(-columns // blocks.columns)
+    assert blocks.is_given
+    assert blocks.splits == 1
+    assert blocks.columns >= MIN_COLUMNS
+    assert tiles <= H100.multiprocessors
+    assert tiles > H100.multiprocessors // 2 - 1 or blocks.columns == MIN_COLUMNS
+    assert blocks.flagged <= blocks.two_shot
 
 
 @pytest.mark.parametrize("kib", [100, 164, 228], ids=["sm_86, sm_89, sm_120", "sm_80", "sm_90, sm_100"])
