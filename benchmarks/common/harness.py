@@ -177,11 +177,13 @@ class Timing:
         microseconds: of the slowest rank.
         by_rank: the median over rounds of each rank, in microseconds.
         spread: interquartile range over median, on the slowest rank.
+        host: microseconds in which the host enqueues the call, on the rank where that takes longest; on the CPU of the whole.
     """
 
     microseconds: float
     by_rank: tuple[float, ...]
     spread: float
+    host: float
 
 
 def synchronize(device: torch.device) -> None:
@@ -191,7 +193,11 @@ def synchronize(device: torch.device) -> None:
 
 
 class _Clock:
-    """Times bursts of calls that begin on all ranks together."""
+    """Times bursts of calls that begin on all ranks together.
+
+    Attributes:
+        enqueued: seconds in which the host has enqueued the last burst.
+    """
 
     def __init__(self, world: World, before: Callable[[], object]) -> None:
         self._world, self._before = world, before
@@ -203,20 +209,23 @@ class _Clock:
         self._before()
         if not self._on_gpu:
             dist.barrier()
-            began = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return time.perf_counter() - began
+            return self._enqueue(call, calls)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         sleep = min(1.5 * host_seconds + 2e-4, _LONGEST_SLEEP_SECONDS)
         torch.cuda._sleep(int(sleep * _SLEEP_CYCLES_PER_SECOND))
         dist.all_reduce(self._token)
         start.record()
-        for _ in range(calls):
-            call()
+        self._enqueue(call, calls)
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
+
+    def _enqueue(self, call: Callable[[], object], calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.enqueued = time.perf_counter() - began
+        return self.enqueued
 
     def host_seconds(self, call: Callable[[], object]) -> float:
         """Time that the host needs to enqueue a call."""
@@ -259,13 +268,16 @@ def time_interleaved(
     count = max(rounds[0], min(rounds[1], int(seconds / a_round)))
 
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    enqueued: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     for _ in range(count):
         for name in order:
             burst = clock.seconds(candidates[name], calls[name], calls[name] * slowest_host[name])
             times[name].append(burst / calls[name] * 1e6)
+            enqueued[name].append(clock.enqueued / calls[name] * 1e6)
         order.append(order.pop(0))
-    return {name: _over_ranks(world.gather(times[name])) for name in candidates}
+    of_hosts = {name: max(world.gather(statistics.median(enqueued[name]))) for name in candidates}
+    return {name: _over_ranks(world.gather(times[name]), of_hosts[name]) for name in candidates}
 
 
 def time_finalists(
@@ -279,11 +291,11 @@ def time_finalists(
     return dict(sorted(times.items(), key=lambda entry: entry[1]))
 
 
-def _over_ranks(times: Sequence[Sequence[float]]) -> Timing:
+def _over_ranks(times: Sequence[Sequence[float]], host: float) -> Timing:
     medians = tuple(statistics.median(own) for own in times)
     slowest = max(range(len(medians)), key=lambda rank: medians[rank])
     low, _, high = statistics.quantiles(times[slowest], n=4, method="inclusive")
-    return Timing(medians[slowest], medians, (high - low) / medians[slowest])
+    return Timing(medians[slowest], medians, (high - low) / medians[slowest], host)
 
 
 def captured(world: World, call: Callable[[], object]) -> tuple[Callable[[], None] | None, str]:

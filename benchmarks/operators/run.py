@@ -47,16 +47,17 @@ def in_graphs(world: World, passes: Mapping[str, Pass], needed: Sequence[str]) -
 
 
 def time_passes(world: World, case: Case, passes: Mapping[str, Pass], seconds: float, graphs: bool) -> dict[str, Any]:
-    """Timings of the passes, by contestant, and how they were taken. Collective."""
+    """Timings of the passes, by contestant, how they were taken, and the host's without graphs. Collective."""
     timings = time_interleaved(world, passes, seconds)
+    hosts = {"host_us": {name: timing.host / case.calls for name, timing in timings.items()}}
     first = next(iter(passes))
     is_short = timings[first].microseconds / case.calls < GRAPH_MICROSECONDS
     if not (graphs and world.device.type == "cuda" and case.can_be_captured and is_short):
-        return {"timings": timings, "timed": "bursts"}
+        return {"timings": timings, "timed": "bursts", **hosts}
     replays, problems = in_graphs(world, passes, (first, case.baseline))
     if not replays:
-        return {"timings": timings, "timed": "bursts", "without_graph": problems}
-    return {"timings": time_interleaved(world, replays, seconds), "timed": "graphs", "without_graph": problems}
+        return {"timings": timings, "timed": "bursts", "without_graph": problems, **hosts}
+    return {"timings": time_interleaved(world, replays, seconds), "timed": "graphs", "without_graph": problems, **hosts}
 
 
 def least_work(world: World, case: Case, stage: str, ceilings: Ceilings, teraflops: float) -> dict[str, float]:

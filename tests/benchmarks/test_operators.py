@@ -222,7 +222,7 @@ def _turns() -> list[str]:
     with harness.open_world() as world:
         calls = {name: partial(called.append, name) for name in "abc"}
         timings = harness.time_interleaved(world, calls, seconds=0.0, rounds=(3, 3))
-    assert all(timing.microseconds > 0 for timing in timings.values())
+    assert all(timing.microseconds >= timing.host > 0 for timing in timings.values())
     return called
 
 
