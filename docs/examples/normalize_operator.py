@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_tensor, fingerprint_of
-from dlrm_fused.symmetric import BlockPool, SymmetricGroup, abort_peers_on_error, name_lost_peer
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, name_lost_peer
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_ready
+from dlrm_fused.symmetric.launches import layout_of, next_power_of_2
 from docs.examples.normalize_all_gather import normalize
 
 _HELD_RESULTS = 2  # without a copy; autograd keeps results for the backward pass
@@ -76,9 +78,9 @@ def store_rows(workspace: NormalizeWorkspace, x: Tensor, receive_offset: int, fi
     """Store this rank's normalized rows at all ranks, and receive theirs at ``receive_offset``."""
     memory, channel = workspace.results.memory, workspace.channel
     if uses_kernels(workspace.device):
-        columns = triton.next_power_of_2(workspace.width)
+        columns = next_power_of_2(workspace.width)
         arguments = x, workspace.width, memory.addresses, channel.args, receive_offset, fingerprint
-        normalize_all_gather_kernel[(len(x),)](*arguments, COLUMNS=columns)
+        channel.launches(layout_of(x), normalize_all_gather_kernel, (len(x),), *arguments, COLUMNS=columns)
         return
     rows = normalize(x).flatten().view(torch.uint8)
 
@@ -99,7 +101,7 @@ def normalize_all_gather(workspace: NormalizeWorkspace, x: Tensor) -> Tensor:
         UsageError: for another shape, dtype or device; the other ranks raise CommunicationError, with the name of this one.
         CommunicationError: a peer is lost, was waited for too long, or makes another call. On GPUs, from a later call.
     """
-    result: Tensor = torch.ops.dlrm_fused_example.normalize_all_gather(x, workspace.handle)
+    result: Tensor = _operator(x, workspace.handle)
     return result
 
 
@@ -107,14 +109,16 @@ torch.library.define("dlrm_fused_example::normalize_all_gather", "(Tensor x, int
 torch.library.define("dlrm_fused_example::normalize_all_gather_backward", "(Tensor gradient, Tensor x, int handle) -> Tensor")
 
 
-@torch.library.impl("dlrm_fused_example::normalize_all_gather", ["cpu", "cuda"])
 def _forward(x: Tensor, handle: int) -> Tensor:
     workspace = NormalizeWorkspace.of(handle)
     workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
+
+    def check() -> None:
         check_tensor(workspace, "x", x, torch.float32, [x.shape[0], workspace.width])
         if not 1 <= len(x) <= workspace.max_rows:
             raise UsageError(f"{workspace.name}: x has {len(x)} rows; allowed: 1 to max_rows={workspace.max_rows}")
+
+    workspace.check_once(layout_of(x), check)
     result = workspace.results.receive((workspace.world_size * len(x), workspace.width), torch.float32)
     store_rows(workspace, x, workspace.results.offset_of(result), fingerprint_of("normalize", *x.shape))
     return workspace.results.to_hold(result)
@@ -154,4 +158,4 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return torch.ops.dlrm_fused_example.normalize_all_gather_backward(gradient, x, ctx.handle), None
 
 
-torch.library.register_autograd("dlrm_fused_example::normalize_all_gather", _differentiate, setup_context=_save)
+_operator = Operator("dlrm_fused_example::normalize_all_gather", _forward, _differentiate, _save)

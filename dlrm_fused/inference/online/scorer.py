@@ -40,6 +40,7 @@ from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.launches import next_power_of_2
 
 MAX_CANDIDATES = 64
 
@@ -238,22 +239,25 @@ class OnlineScorer:
             for length in {padded_length(length, self._transformer.history_length) for length in history_lengths}:
                 self._encodings.capture(length, self._fill, self._weights)
 
-    @lasting
     def _bucket(self, count: int) -> _Bucket:
         """Return the bucket for at least ``count`` candidates."""
-        size = 1 << (count - 1).bit_length()
+        size = next_power_of_2(count)
         if size not in self._buckets:
-            features = len(self._token_features) + len(self._sparse_features)
-            bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
-            bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
-            if self._device.type == "cuda":
-                if not self._buckets:
-                    weights = self._weights()
-                    weights.hold()
-                    self._buckets.renew(weights)
-                bucket.capture(self._probabilities)
-            self._buckets[size] = bucket
+            self._buckets[size] = self._make_bucket(size)
         return self._buckets[size]
+
+    @lasting
+    def _make_bucket(self, size: int) -> _Bucket:
+        features = len(self._token_features) + len(self._sparse_features)
+        bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
+        bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
+        if self._device.type == "cuda":
+            if not self._buckets:
+                weights = self._weights()
+                weights.hold()
+                self._buckets.renew(weights)
+            bucket.capture(self._probabilities)
+        return bucket
 
     def _weights(self) -> Generation:
         """Return the weights that CUDA graphs read."""
