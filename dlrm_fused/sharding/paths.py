@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -94,6 +93,18 @@ def fused_path(module: ShardedEmbeddingBagCollection, settings: FusedSettings, s
     return CpuPath(module, exchange, settings.keyed)
 
 
+class Turns:
+    """The training batches in which modules of one sharder are measured, one module after the other."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, batches: int) -> int:
+        """Take so many batches; return how many come before."""
+        self._taken += batches
+        return self._taken - batches
+
+
 class MeasuringPath:
     """The paths of a module in turn, until training steps have shown which is the fastest for each sharding type.
 
@@ -102,24 +113,24 @@ class MeasuringPath:
     others, and then TorchRec's for all. Between hosts the covered types share one path: messages of both in one step would
     wait for each other (see docs/symmetric.md, "GPUs without peer access").
 
-    Where a model has several modules, one after the other measures; the others take TorchRec's path until then.
+    Where a model has several modules, one after the other measures; until then they take TorchRec's path.
 
     Args:
         covered: numbers of the sharding types that may be fused, ascending.
+        turns: of the modules of a model.
 
     Attributes:
         measured: by sharding type, seconds of a step; empty before the end.
     """
 
-    _with_turn: ClassVar[Callable[[], MeasuringPath | None]] = staticmethod(lambda: None)
-
-    def __init__(self, settings: FusedSettings, covered: Sequence[int]) -> None:
+    def __init__(self, settings: FusedSettings, covered: Sequence[int], turns: Turns) -> None:
         self._settings = settings
         fused = [tuple(covered)] if settings.group.hosts.are_many else [(i,) for i in covered]
         self._ways: list[tuple[int, ...]] = [*fused, ()]
         self._paths: dict[tuple[int, ...], Path] = {(): TorchRecPath()}
         self._current = self._paths[()]
-        self._batch = 0
+        # Nothing that ranks know at different times may decide: the garbage collector's work, for one.
+        self._batch = -turns.take(ROUNDS * len(self._ways) * (WARMUP_BATCHES + MEASURED_BATCHES))
         self._moments: list[Moment] = []  # of each turn: its begin, and the end of the batches that warm up
         self.measured: dict[str, BothWays] = {}
 
@@ -146,15 +157,14 @@ class MeasuringPath:
 
     def next_batch(self, module: ShardedEmbeddingBagCollection) -> Path:
         """Begin a training batch; return this path, or for good the fastest one when all have been measured. Collective."""
-        if not self._has_turn():
-            return self
         turn, number = divmod(self._batch, WARMUP_BATCHES + MEASURED_BATCHES)
         self._batch += 1
+        if turn < 0:
+            return self
         if number in (0, WARMUP_BATCHES):
             self._moments.append(Moment(self._settings.group.device))
         if number == 0:
             if turn == ROUNDS * len(self._ways):
-                MeasuringPath._with_turn = staticmethod(lambda: None)
                 return self._fastest(module)
             way = self._ways[turn % len(self._ways)]
             if way not in self._paths:
@@ -162,11 +172,6 @@ class MeasuringPath:
             self._current = self._paths[way]
             read_steps_anew(compat.fbgemm_lookups(module))
         return self
-
-    def _has_turn(self) -> bool:
-        if MeasuringPath._with_turn() is None:
-            MeasuringPath._with_turn = weakref.ref(self)
-        return MeasuringPath._with_turn() is self
 
     def _fastest(self, module: ShardedEmbeddingBagCollection) -> Path:
         """Choose, keep the times, and release the other paths. Collective."""

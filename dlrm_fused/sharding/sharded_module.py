@@ -28,7 +28,7 @@ from dlrm_fused.sharding.distinct_bags import BatchKeys, finds_distinct_rows
 from dlrm_fused.sharding.exchange import BatchContext
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
-from dlrm_fused.sharding.paths import FusedSettings, MeasuringPath, Path, TorchRecPath, fused_path
+from dlrm_fused.sharding.paths import FusedSettings, MeasuringPath, Path, TorchRecPath, Turns, fused_path
 from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
@@ -45,14 +45,14 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         reasons: by table, why it runs on TorchRec's path; None for the others.
     """
 
-    def __init__(self, *args: Any, options: FusedOptions, **kwargs: Any) -> None:
-        """Arguments but the options as in TorchRec. Collective.
+    def __init__(self, *args: Any, options: FusedOptions, turns: Turns, **kwargs: Any) -> None:
+        """Arguments but the options and the turns of ``mode="auto"`` as in TorchRec. Collective.
 
         Raises:
             UsageError: on all ranks, as :meth:`FusedEmbeddingBagCollectionSharder.shard`.
         """
         super().__init__(*args, **kwargs)
-        self.options = options
+        self.options, self._turns = options, turns
         order = compat.feature_order(self)
         self._repeated = next((name for name in order if order.count(name) > 1), None)
         if options.in_feature_order and self._repeated is not None:
@@ -93,7 +93,9 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         assert output_dtype is not None
         keyed = None if self._batch_keys is None else self._batch_keys.features
         settings = FusedSettings(self.options, self._group, output_dtype, keyed)
-        return MeasuringPath(settings, covered) if self.options.mode == AUTO else fused_path(self, settings, covered)
+        if self.options.mode == AUTO:
+            return MeasuringPath(settings, covered, self._turns)
+        return fused_path(self, settings, covered)
 
     @property
     def _fuses_input_dist(self) -> bool:
@@ -300,4 +302,5 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._input_dist.release()
         self._path, self._input_dist = TorchRecPath(), None  # the old ones keep the present tables alive
         super().update_shards(*args, **kwargs)
+        self._turns = Turns()  # the other modules have had theirs
         self._set_up_paths()

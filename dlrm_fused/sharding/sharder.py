@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dlrm_fused.compat.torchrec import sharded_module_order
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions, Mode
+from dlrm_fused.sharding.paths import Turns
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.sharding.support import reason_against_wire
 
@@ -71,6 +72,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         for key, dtype in (("forward_wire", forward_wire), ("backward_wire", backward_wire)):
             if dtype is not None and reason_against_wire(key, dtype):
                 raise UsageError(f"{key}={dtype}: allowed: torch.float32, torch.bfloat16, torch.float16")
+        self._turns = Turns()
         codec_forward, codec_backward, reason = _wires_of_codecs(qcomm_codecs_registry)
         self.options = FusedOptions(
             mode=mode,
@@ -107,6 +109,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             module_fqn=module_fqn,
             sharded_module_order_overwrite=sharded_module_order(self),
             options=self.options,
+            turns=self._turns,
         )
 
     @property

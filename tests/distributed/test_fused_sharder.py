@@ -5,6 +5,7 @@ On the CPU to the bit; those marked ``also_interpreted`` run with the kernels of
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -514,6 +515,9 @@ def embeddings_of_a_batch(model: DistributedModelParallel, world: World) -> list
         return [get_unwrapped_module(model).embeddings(batch)]
 
 
+AUTO = {"mode": "auto"}
+
+
 class TestAuto:
     def test_the_same_results_whatever_is_chosen(self):
         world = World((EVERY_KIND, (Table("data_parallel"),)), options={"mode": "auto"})
@@ -527,6 +531,11 @@ class TestAuto:
         measured = [message for message in messages if "comm=auto" in message]
         assert len(measured) == 3
         assert all("fused " in message and "TorchRec " in message for message in measured)
+
+    def test_ranks_measure_alike_whatever_the_garbage_collector_has_done(self):
+        paths, other_paths = run_ranks(2, _auto_after_a_model_that_is_gone_on_one_rank, World((EVERY_KIND,), options=AUTO))
+        assert paths == other_paths
+        assert "auto" not in paths.values()
 
     @pytest.mark.parametrize("slow", ["row_wise", "column_wise"])
     def test_of_each_sharding_type_the_faster_path_is_taken(self, slow):
@@ -551,6 +560,19 @@ class TestAuto:
             measured = [message for message in messages if "comm=auto" in message]
             assert all("table_wise, column_wise, row_wise tables, a step: " in message for message in measured)
             assert len(measured) == (len(messages) > 0)
+
+
+def _auto_after_a_model_that_is_gone_on_one_rank(world: World) -> dict[str, str]:
+    measure_briefly()
+    with process_group(Rank.from_environment(), CPU):
+        first = [build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))]
+        step_by_step(first[0], world, 1)
+        if dist.get_rank() == 0:
+            first.clear()
+            gc.collect()
+        model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))
+        step_by_step(model, world, 2 * 4 + 1)
+        return get_unwrapped_module(model).collections[0].paths
 
 
 def _auto_choice(world: World, ways: int) -> tuple[dict[str, str], list[str]]:

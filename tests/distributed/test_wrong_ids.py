@@ -30,13 +30,13 @@ FAR = 1 << 40
 Ids = list[list[int]]  # of a rank's batch, by feature
 
 
-def train_on(ids: list[Ids], mode: str) -> tuple[list[Tensor], list[Tensor], bool]:
+def train_on(ids: list[Ids]) -> tuple[list[Tensor], list[Tensor], bool]:
     """A step on this rank's batch, by our sharder and TorchRec's: the output, the local table and its momentum.
 
     The last result: whether rows that several bags have were sent to the other host once.
     """
     results, rank = [], int(os.environ["RANK"])
-    ours, torchrecs = FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), mode=mode), EmbeddingBagCollectionSharder(dict(ADAGRAD))
+    ours, torchrecs = FusedEmbeddingBagCollectionSharder(dict(ADAGRAD)), EmbeddingBagCollectionSharder(dict(ADAGRAD))
     with process_group(Rank.from_environment(), CPU), mock.patch.object(DistinctRows, "of", wraps=DistinctRows.of) as found:
         for sharder in (ours, torchrecs):
             model = build(WORLD, sharder)
@@ -48,20 +48,15 @@ def train_on(ids: list[Ids], mode: str) -> tuple[list[Tensor], list[Tensor], boo
     return results[0], results[1], found.called
 
 
-@pytest.mark.parametrize(
-    ("wrong", "mode"),
-    # With auto, paths are measured on the first batch, which replaces its ids.
-    [(BEYOND, "fused"), (BEYOND, "auto"), (FAR, "fused"), (3 * FAR + 7, "fused"), (-2, "fused"), (-FAR, "fused")],
-)
-def test_between_hosts_each_sample_gets_its_own_embedding_and_each_row_its_own_update(wrong: int, mode: str) -> None:
+@pytest.mark.parametrize("wrong", [BEYOND, FAR, 3 * FAR + 7, -2, -FAR])
+def test_between_hosts_each_sample_gets_its_own_embedding_and_each_row_its_own_update(wrong: int) -> None:
     ids = [[[5, 7, wrong], [5, wrong, 5]], [[wrong, 7, 0], [1, 2, wrong]]]
-    for ours, torchrecs, is_sent_once in run_ranks(2, on_hosts, TWO_HOSTS, train_on, ids, mode):
+    for ours, torchrecs, is_sent_once in run_ranks(2, on_hosts, TWO_HOSTS, train_on, ids):
         assert is_sent_once
         assert all(map(torch.equal, ours, torchrecs))
 
 
 def test_between_hosts_momentum_counts_the_gradients_of_its_own_rows() -> None:
-    _, ((_, _, momentum), _, _) = run_ranks(
-        2, on_hosts, TWO_HOSTS, train_on, [[[5, 7, BEYOND], [1, 1, 1]], [[9, 9, 9]] * 2], "fused"
-    )
+    ids = [[[5, 7, BEYOND], [1, 1, 1]], [[9, 9, 9]] * 2]
+    _, ((_, _, momentum), _, _) = run_ranks(2, on_hosts, TWO_HOSTS, train_on, ids)
     assert momentum[[5, 7, 0]].tolist() == [(gradient / 2) ** 2 for gradient in GRADIENTS]
