@@ -143,18 +143,6 @@ class KernelSteps(HostSteps):
         return result
 
 
-class LibrarySteps(KernelSteps):
-    """The steps on GPUs with the library's products, one expert after the other, for which the host waits for the device.
-
-    Triton multiplies fp32 without tensor cores, and takes ten times as long as cuBLAS.
-    """
-
-    hidden = HostSteps.hidden
-    hidden_gradient = HostSteps.hidden_gradient
-    weight_gradient = HostSteps.weight_gradient
-    combine = HostSteps.combine
-
-
 def _columns(rows: Tensor) -> int:
     return min(next_power_of_2(rows.shape[1]), _COLUMNS)
 

@@ -16,7 +16,7 @@ from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes
 from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
-from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps, LibrarySteps
+from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.device import round_up, uses_kernels
 from dlrm_fused.symmetric.memory import readable
@@ -141,17 +141,7 @@ class ExpertWorkspace(Workspace):
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
         self.received = BlockPool.with_spare(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
         self.combined = BlockPool.with_spare(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
-        self._steps = (KernelSteps if with_kernels else HostSteps)(self.activation)
-        self._steps_in_fp32 = LibrarySteps(self.activation) if group.device.type == "cuda" else self._steps
-
-    @property
-    def steps(self) -> HostSteps:
-        """The computation of a call: by kernels on GPUs; but the library's products in fp32, unless torch multiplies that in
-        TF32, or a CUDA graph is captured, for which the library's would have to wait for the device."""
-        is_exact = self.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-        if not is_exact or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return self._steps
-        return self._steps_in_fp32
+        self.steps = (KernelSteps if with_kernels else HostSteps)(self.activation)
 
     @property
     def local_experts(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +12,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe import dispatch as routing
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
-from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps, LibrarySteps
-from dlrm_fused.ops.moe.workspace import ExpertWorkspace
+from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import Channel
 from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.moe.cases import CASES, Case, all_to_one, expected, run_cases, run_steps, with_gaps
@@ -35,19 +32,6 @@ CASE_OF_RANKS = {1: CASES[1][1], 2: LONG, 3: CASES[3][0], 4: CASES[4][0]}
 def test_the_kernels_are_the_dense_computation(case: Case) -> None:
     ranks = case.ranks
     by_rank = run_ranks(ranks, run_cases, [case])
-    for own, wanted in zip(by_rank, expected(case, 0), strict=True):
-        torch.testing.assert_close(own[0][0], wanted, rtol=1e-5, atol=1e-5)
-
-
-def run_cases_by_library(cases: list[Case]) -> list[Any]:
-    """As on a GPU in fp32."""
-    ExpertWorkspace.steps = property(lambda workspace: LibrarySteps(workspace.activation))  # type: ignore[assignment]
-    return run_cases(cases)
-
-
-@pytest.mark.parametrize("case", [CASES[1][1], LONG, GATED, CASES[3][0]], ids=lambda case: f"{case.ranks} {case.name}")
-def test_products_of_the_library_between_the_kernels_are_the_dense_computation(case: Case) -> None:
-    by_rank = run_ranks(case.ranks, run_cases_by_library, [case])
     for own, wanted in zip(by_rank, expected(case, 0), strict=True):
         torch.testing.assert_close(own[0][0], wanted, rtol=1e-5, atol=1e-5)
 
