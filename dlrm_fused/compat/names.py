@@ -18,7 +18,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "torch": ("_foreach_copy_",),
     "torch:ops.aten": ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
-    "torch._C": ("_cuda_getCurrentRawStream", "_len_torch_dispatch_stack"),
+    "torch._C": ("_are_functorch_transforms_active", "_cuda_getCurrentRawStream", "_len_torch_dispatch_stack"),
     "torch._C._autograd": ("_profiler_enabled",),
     "torch._C._distributed_c10d": ("_SymmetricMemory",),
     "torch._C._distributed_c10d:Backend": ("_end_coalescing", "_start_coalescing"),

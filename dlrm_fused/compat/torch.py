@@ -70,8 +70,8 @@ def current_stream_handle(device: torch.device) -> int:
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a ``TorchDispatchMode`` sees the calls of operators, such as a tracer or a counter of FLOPs."""
-    return bool(torch._C._len_torch_dispatch_stack())
+    """Return whether a ``TorchDispatchMode``, such as a tracer, or a transform of ``torch.func`` sees calls of operators."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._are_functorch_transforms_active()
 
 
 def is_profiled() -> bool:

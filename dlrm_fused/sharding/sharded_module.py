@@ -302,5 +302,5 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._input_dist.release()
         self._path, self._input_dist = TorchRecPath(), None  # the old ones keep the present tables alive
         super().update_shards(*args, **kwargs)
-        self._turns = Turns()  # the other modules have had theirs
+        self._turns = Turns()  # at once, beside other modules that still have theirs
         self._set_up_paths()

@@ -88,6 +88,11 @@ def test_the_slowest_rank_decides_and_the_choice_stays(caplog: pytest.LogCapture
     ]
 
 
+def test_a_recorded_schedule_that_cannot_run_here_is_not_taken() -> None:
+    choice = make(TwoRanks({}), may_measure=False)
+    assert choice.choose(SHAPE, ["kernel", "chunks"], never, rule=lambda: "chunks") == "chunks"
+
+
 def test_one_disturbed_round_decides_nothing() -> None:
     own = iter([0.001, 0.002, 0.009, 0.002, 0.001, 0.002])  # kernel and library take turns
     choice = make(TwoRanks({"kernel": [0.001, 0.001, 0.001], "library": [0.002, 0.0001, 0.002]}))

@@ -72,6 +72,8 @@ class Encodings:
         self._captures[length].replay(rows)
         # Weights are compared while the GPU computes.
         if self._captures.generation != weights():
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # the graph reads memory that goes with it
             self._captures.clear()
             return False
         cache.copy_(self._cache[..., : len(rows), :])

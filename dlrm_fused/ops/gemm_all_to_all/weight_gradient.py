@@ -60,5 +60,5 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
         TensorDescriptor.from_tensor(a, [tiles.depth, tiles.rows]),
         TensorDescriptor.from_tensor(b, [tiles.depth, tiles.columns]),
         TensorDescriptor.from_tensor(out, [1, tiles.rows, tiles.columns // 2]),
-        groups.bounds, factor, groups.tile_rows, count, rows, columns, **constants,
+        groups.bounds, float(factor), groups.tile_rows, count, rows, columns, **constants,
     )  # fmt: skip

@@ -51,9 +51,9 @@ def gemv_all_reduce(
         residual: [m, N], contiguous.
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
-        schedule: ``kernel`` or ``product``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more; ``library``; or
-            ``auto``, which takes the fastest of them: from a table, or measured here by the first call with a shape. For up to
-            64 rows it does not take ``library``, which rounds more often.
+        schedule: ``kernel``, or of 16 bits ``product``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more;
+            ``library``; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call with a
+            shape. For up to 64 rows it does not take ``library``, which rounds more often.
             Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
@@ -66,7 +66,7 @@ def gemv_all_reduce(
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    out, normed = _operator(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle, schedule)
+    out, normed = _operator(x, weight, bias, residual, norm_weight, float(norm_eps), workspace.handle, schedule)
     if norm_weight is None:
         return out, None
     if not _norm_is_part(workspace, x):
@@ -211,9 +211,9 @@ class KernelCall:
 
 
 def product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, of which nothing is rounded to 16 bits."""
-    if x.device.type == "cpu" or x.dtype == torch.float32:
-        return x.float() @ weight.float().T
+    """Return x @ weight.T of 16-bit tensors, of which nothing is rounded to 16 bits."""
+    if x.device.type == "cpu":
+        return torch.nn.functional.linear(x.float(), weight.float()).float()
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
@@ -38,6 +39,8 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
             f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel and product, more for chunks "
             "and scatter"
         )
+    if schedule == PRODUCT and workspace.dtype == torch.float32:
+        raise UsageError(f"{name}: schedule=product is for bfloat16 and float16, the workspace has {workspace.dtype}")
     if schedule == SCATTER and not _can_scatter(workspace, (rows, len(weight), x.shape[1])):
         raise UsageError(
             f"{name}: schedule=scatter: m={rows}, N={len(weight)}, K={x.shape[1]}; needed: a multiple of the {ranks} ranks "
@@ -56,7 +59,8 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
     """
     rows = shape[0]
     if rows <= MAX_ROWS:
-        names = [KERNEL] if rows <= _ROWS_OF_THE_KERNEL else [KERNEL, PRODUCT]  # the library's rounds more often
+        has_product = rows > _ROWS_OF_THE_KERNEL and workspace.dtype != torch.float32
+        names = [KERNEL] + [PRODUCT] * has_product  # the library's rounds more often
     else:
         names = [CHUNKS] + [SCATTER] * _can_scatter(workspace, shape) + [LIBRARY] * workspace.schedules.has_library
     if not workspace.sums_by_kernel or len(names) == 1:
