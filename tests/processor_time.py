@@ -7,9 +7,7 @@ machine on which they were recorded, and scaled by the time of a fixed piece of 
 from __future__ import annotations
 
 import os
-import statistics
-import subprocess
-import sys
+import time
 from collections import Counter
 from collections.abc import Generator
 from multiprocessing import forkserver
@@ -20,16 +18,6 @@ import pytest
 
 # Seconds of _fixed_work where the bounds in the Makefile were recorded.
 _RECORDED_SECONDS = 0.10
-# Prints the least of three times.
-_FIXED_WORK = """
-import time
-def seconds():
-    began, total = time.process_time(), 0
-    for number in range(3_000_000):
-        total += number & 7
-    return time.process_time() - began
-print(min(seconds() for _ in range(3)))
-"""
 # One test without the mark `slow` may take so long there: the first of a worker starts the server, in 10 s.
 MOST_SECONDS_OF_A_TEST = 40.0
 _SHOWN_FILES, _SHOWN_TESTS = 30, 10
@@ -48,17 +36,16 @@ def processor_seconds() -> float:
 
 
 def slowness() -> float:
-    """Return how many times longer this machine computes than that of the recorded bounds; at least 1.
-
-    All processors work at once, as in a session: two that share a core are slower together than each alone.
-    """
-    works = [subprocess.Popen([sys.executable, "-c", _FIXED_WORK], stdout=subprocess.PIPE, text=True) for _ in range(_cores())]
-    seconds = [float(work.communicate()[0]) for work in works]
-    return max(1.0, statistics.median(seconds) / _RECORDED_SECONDS)
+    """Return how many times longer this machine computes than that of the recorded bounds; at least 1."""
+    return max(1.0, min(_fixed_work() for _ in range(3)) / _RECORDED_SECONDS)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _fixed_work() -> float:
+    began = time.process_time()
+    total = 0
+    for number in range(3_000_000):
+        total += number & 7
+    return time.process_time() - began
 
 
 class ProcessorTime:
