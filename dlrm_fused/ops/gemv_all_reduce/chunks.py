@@ -24,7 +24,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 from dlrm_fused.ops.schedules import Kind, Pair, Task, make_plan, sums_beside
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
-from dlrm_fused.symmetric.launches import aligned, layout_of
+from dlrm_fused.symmetric.launches import aligned, ceil_div, layout_of
 
 # Elements of a program's block, and programs of a multiprocessor: nearly one.
 _BLOCK = 4096
@@ -118,7 +118,7 @@ class _Sums(abc.ABC):
         """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
         elements = (last - first) * self._columns
         workspace.channel.launches(
-            self._layout, sum_chunk_kernel, (min(-(-elements // (_BLOCK * workspace.world_size)), self._most),),
+            self._layout, sum_chunk_kernel, (min(ceil_div(elements, _BLOCK * workspace.world_size), self._most),),
             workspace.parts.addresses, workspace.results.memory.addresses, result if inputs.bias is None else inputs.bias,
             result if inputs.residual is None else inputs.residual, first * self._columns, elements, self._columns,
             workspace.results.offset_of(result), workspace.channel.args, self._fingerprint, **self._constants,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import Gpu
+from dlrm_fused.symmetric.launches import next_power_of_2
 
 # Rows of x that the kernel for few rows takes.
 MAX_ROWS = 64
@@ -142,7 +143,7 @@ def _tile_and_splits(columns: int, depth: int, most: int) -> tuple[int, int]:
     Tiles of 64 columns were the fastest of those that come near; wider ones make for more splits, narrower ones for more reads
     of x.
     """
-    widest = max(MIN_COLUMNS, 1 << (columns - 1).bit_length())
+    widest = max(MIN_COLUMNS, next_power_of_2(columns))
     most_splits = max(1, min(MAX_SPLITS, depth // MIN_DEPTH_OF_SPLIT))
     choices = []
     for tile in (64, 128, 32, 16):
@@ -187,4 +188,4 @@ def fitted(blocks: Blocks, rows: int, element_size: int, memory: int) -> Blocks:
 
 
 def padded(rows: int) -> int:
-    return max(16, 1 << (rows - 1).bit_length())
+    return max(16, next_power_of_2(rows))
