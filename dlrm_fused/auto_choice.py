@@ -64,23 +64,6 @@ def log_choice(both: BothWays, group: dist.ProcessGroup, *, work: str, unfused_n
         logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *times, chosen)
 
 
-class Moment:
-    """A moment in a device's current stream, between what was launched before and what is launched later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
-
-    def seconds_until(self, later: Moment) -> float:
-        """Return the time between two moments. Waits for the device."""
-        if self._event is None or later._event is None:
-            return later._time - self._time
-        later._event.synchronize()
-        return self._event.elapsed_time(later._event) / 1e3
-
-
 def device_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Time of one run that the device needs, whatever the host needs to launch it. The run may be collective."""
     if device.type != "cuda":

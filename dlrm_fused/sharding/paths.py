@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, Sha
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dlrm_fused.auto_choice import BothWays, Moment, log_choice, on_slowest_rank
+from dlrm_fused.auto_choice import BothWays, log_choice, on_slowest_rank
+from dlrm_fused.clocks import CudaClock, HostClock
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.compat.fbgemm import read_steps_anew
 from dlrm_fused.sharding.cpu_path import CpuPath
@@ -131,7 +132,8 @@ class MeasuringPath:
         self._current = self._paths[()]
         # Nothing that ranks know at different times may decide: the garbage collector's work, for one.
         self._batch = -turns.take(ROUNDS * len(self._ways) * (WARMUP_BATCHES + MEASURED_BATCHES))
-        self._moments: list[Moment] = []  # of each turn: its begin, and the end of the batches that warm up
+        self._clock = CudaClock() if settings.group.device.type == "cuda" else HostClock()
+        self._marks: list[Any] = []  # of each turn: its begin, and the end of the batches that warm up
         self.measured: dict[str, BothWays] = {}
 
     @property
@@ -162,7 +164,7 @@ class MeasuringPath:
         if turn < 0:
             return self
         if number in (0, WARMUP_BATCHES):
-            self._moments.append(Moment(self._settings.group.device))
+            self._marks.append(self._clock.mark())
         if number == 0:
             if turn == ROUNDS * len(self._ways):
                 return self._fastest(module)
@@ -176,8 +178,10 @@ class MeasuringPath:
     def _fastest(self, module: ShardedEmbeddingBagCollection) -> Path:
         """Choose, keep the times, and release the other paths. Collective."""
         process_group = cast(dist.ProcessGroup, compat.environment(module).process_group)
-        begins, ends = self._moments[1::2], self._moments[2::2]
-        own = [begin.seconds_until(end) / MEASURED_BATCHES for begin, end in zip(begins, ends, strict=True)]
+        begins, ends = self._marks[1::2], self._marks[2::2]
+        if self._settings.group.device.type == "cuda":
+            torch.cuda.synchronize(self._settings.group.device)
+        own = [self._clock.milliseconds(*turn) / 1e3 / MEASURED_BATCHES for turn in zip(begins, ends, strict=True)]
         seconds = on_slowest_rank(own, process_group, self._settings.group.device)
         # A turn that is disturbed is longer, never shorter.
         of_way = {way: min(seconds[i :: len(self._ways)]) for i, way in enumerate(self._ways)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,53 +10,18 @@ from typing import Any
 
 import torch
 
+from dlrm_fused.clocks import CudaClock, HostClock
+
 PARTS = ("data_wait", "input_dist", "embedding", "dense_forward", "backward", "optimizer")
 # Parts timed by the host's clock: the host waits for data, and the device takes no part in that.
 _HOST_PARTS = frozenset({"data_wait"})
-
-
-class _HostClock:
-    """Marks are moments of the host's clock."""
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def passed(self, mark: Any) -> bool:
-        return True
-
-    def milliseconds(self, begin: Any, end: Any) -> float:
-        return (end - begin) * 1e3
-
-    def reuse(self, mark: Any) -> None:
-        """Take back a mark that is no longer needed."""
-
-
-class _CudaClock(_HostClock):
-    """Marks are events on the current stream; they are read once the device has passed them, and used again."""
-
-    def __init__(self) -> None:
-        self._pool: list[torch.cuda.Event] = []
-
-    def mark(self) -> torch.cuda.Event:
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
-
-    def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end)
-
-    def reuse(self, mark: torch.cuda.Event) -> None:
-        self._pool.append(mark)
 
 
 @dataclass
 class _Step:
     begin: Any
     end: Any = None
-    intervals: list[tuple[str, _HostClock, Any, Any]] = field(default_factory=list)
+    intervals: list[tuple[str, HostClock, Any, Any]] = field(default_factory=list)
 
 
 class StepTimer:
@@ -82,8 +46,8 @@ class StepTimer:
         self._every = every
         self._until_next = every
         self.is_measuring = True
-        self._host = _HostClock()
-        self._clock = _CudaClock() if device.type == "cuda" else self._host
+        self._host = HostClock()
+        self._clock = CudaClock() if device.type == "cuda" else self._host
         self._running: dict[str, Any] = {}
         self._step: _Step | None = None
         self._unread: deque[_Step] = deque()
@@ -145,7 +109,7 @@ class StepTimer:
         self._steps_read = 0
         return means
 
-    def _clock_of(self, name: str) -> _HostClock:
+    def _clock_of(self, name: str) -> HostClock:
         return self._host if name in _HOST_PARTS else self._clock
 
     def _current_step(self) -> _Step:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     {"errors", "compat", "launcher"},
     {"records"},
-    {"auto_choice", "checksums", "config", "cuda_graphs", "lasting", "versions"},
+    {"auto_choice", "checksums", "clocks", "config", "cuda_graphs", "lasting", "versions"},
     {"datasets", "symmetric"},
     {"ops"},
     {"models", "sharding"},

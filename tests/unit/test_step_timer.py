@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_fused.training import step_timer
+from dlrm_fused import clocks
 from dlrm_fused.training.step_timer import StepTimer
 
 
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_timer, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
     return clock
 
 
