@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from triton.compiler import ASTSource
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import write_results
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.launches import Launches
 
 T = TypeVar("T")
 
@@ -376,7 +378,7 @@ class _Kernel:
 def _kernels_of(calls: Sequence[Callable[[], object]]) -> dict[str, _Kernel]:
     """The kernels that the calls would launch, by all that they are compiled from."""
     kernels: dict[str, _Kernel] = {}
-    run, do_compile = triton.JITFunction.run, triton.JITFunction._do_compile
+    run = triton.JITFunction.run
 
     def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **options)
@@ -388,12 +390,17 @@ def _kernels_of(calls: Sequence[Callable[[], object]]) -> dict[str, _Kernel]:
         kernel = _Kernel(self.module, self.__name__, (signature, constants, attributes), options.__dict__, target)
         kernels[repr(kernel)] = kernel
 
-    triton.JITFunction.run, triton.JITFunction._do_compile = run_without_launch, collect  # type: ignore[method-assign, assignment]
-    try:
+    def launch_by_triton(self: Any, layout: Any, kernel: Any, programs: Any, *args: Any, **options: Any) -> None:
+        kernel[programs](*args, **options)
+
+    # A kernel that was launched before would run, on what others, which do not, leave in memory.
+    with (
+        patch.object(triton.JITFunction, "run", run_without_launch),
+        patch.object(triton.JITFunction, "_do_compile", collect),
+        patch.object(Launches, "__call__", launch_by_triton),
+    ):
         for call in calls:
             call()
-    finally:
-        triton.JITFunction.run, triton.JITFunction._do_compile = run, do_compile  # type: ignore[method-assign]
     return kernels
 
 

@@ -221,6 +221,16 @@ def _flags_of_ranks(channel):
 
 
 @triton.jit
+def next_epoch(channel):
+    """Return the number of the epoch that is next, int64; for kernels whose epoch :func:`begin` does not begin.
+
+    The load goes around the L1 cache. A kernel that starts early (programmatic dependent launch) may begin, and have the cache
+    invalidated, before a program of the kernel before has loaded the word there, and would find the number of that one.
+    """
+    return tl.load(channel.state + EPOCH, volatile=True) + 1
+
+
+@triton.jit
 def begin(channel, offset, fingerprint):
     """Begin the next epoch: tell every rank of the host that this one is ready to receive at ``offset``.
 
@@ -234,8 +244,8 @@ def begin(channel, offset, fingerprint):
     Returns:
         The epoch, int64.
     """
-    epoch = tl.load(channel.state + EPOCH) + 1
-    if (tl.program_id(0) == 0) & (tl.load(channel.state + FAULT) == 0):
+    epoch = next_epoch(channel)
+    if (tl.program_id(0) == 0) & (tl.load(channel.state + FAULT, volatile=True) == 0):
         lanes: tl.constexpr = channel.lanes
         addresses = _flags_of_ranks(channel)
         words, there = addresses.to(tl.pointer_type(tl.int64)), addresses != 0
@@ -316,7 +326,7 @@ def _wait_for_all(channel, words, there, value):
 @triton.jit
 def announced_offset(channel, peer):
     """Return the bytes at which ``peer`` receives in this epoch; only after :func:`wait_until_ready` in the same program."""
-    return (tl.load(channel.flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
+    return (tl.load(channel.flags + peer, volatile=True) & 0xFFFFFFFF) * OFFSET_UNIT
 
 
 @triton.jit

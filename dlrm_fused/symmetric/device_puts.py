@@ -34,12 +34,12 @@ import triton.language as tl
 
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
-    EPOCH,
     FAULT,
     MISMATCH,
     READY,
     constant,
     fault_kind,
+    next_epoch,
     report_fault,
     wait,
 )
@@ -138,7 +138,7 @@ def open_slice(channel, puts, peer):
     place = tl.full((), -1, tl.int64)
     word = signal_word(channel, puts, CREDIT, number, peer).to(tl.pointer_type(tl.int64))
     if wait(channel, word, number - puts.slots) < number - puts.slots:
-        report_fault(channel, fault_kind(channel), peer, tl.load(channel.state + EPOCH) + 1, READY)
+        report_fault(channel, fault_kind(channel), peer, next_epoch(channel), READY)
     else:
         place = slot_address(channel, puts, puts.outbox, _OWN_BOX, number, peer)
     return place
@@ -173,7 +173,7 @@ def wait_for_slice(channel, puts, peer, fingerprint):
         int64 address of its first byte, a multiple of 16; negative after a fault, in which case it must not be read.
     """
     number = tl.load(puts.counts + _READ * channel.world + peer) + 1
-    epoch = tl.load(channel.state + EPOCH) + 1
+    epoch = next_epoch(channel)
     place = tl.full((), -1, tl.int64)
     address = signal_word(channel, puts, ARRIVED, number, peer)
     seen = wait(channel, address.to(tl.pointer_type(tl.int64)), number << 32)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from benchmarks.operators.report import STAGES, figure, summarize, table
 from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.symmetric.launches import Launches
 from tests.distributed.launch import run_program, run_ranks
 
 RESULTS = ROOT / "benchmarks/results"
@@ -322,6 +324,20 @@ class _NoGpu:
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
+
+
+def test_nothing_is_launched_while_kernels_are_collected() -> None:
+    """What has been launched before would compute with what the others, which are not launched, leave in memory."""
+    run: list[int] = []
+    compiled = {(1,): lambda number: run.append(number), (1, 1, 1): lambda number: run.append(number)}
+    kernel = MagicMock(arg_names=["number"])
+    kernel.__getitem__.return_value = lambda number: compiled
+    launches = Launches()
+    for number in range(2):  # by Triton, and then what Triton has compiled
+        launches("layout", kernel, (1,), number)
+    assert run == [1]
+    harness._kernels_of([lambda: launches("layout", kernel, (1,), 2)])
+    assert run == [1]
 
 
 def test_kernels_compiled_ahead_are_those_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

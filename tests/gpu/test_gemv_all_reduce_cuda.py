@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ pytestmark = MARKS
 FP16, BF16 = torch.float16, torch.bfloat16
 # The interpreter is slow.
 COLUMNS, DEPTH = (1024, 768) if ON_GPU else (48, 32)
-REPLAYS = 200 if ON_GPU else 4
+REPLAYS, CALLS_IN_A_ROW = (200, 10_000) if ON_GPU else (4, 4)
 # Of one rounding; the norm is taken of rounded sums, and rounded again.
 TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
 NORM_EPS = 1e-6
@@ -146,6 +147,23 @@ def replays_of_graphs(group: SymmetricGroup) -> None:
             products.check(products.multiply(eager), eager)
 
 
+def calls_in_a_row(group: SymmetricGroup) -> None:
+    """Each begins while the one before waits for ranks whose hosts are late; nothing lies between two of them."""
+    columns, depth = (2 * COLUMNS, 4096) if ON_GPU else (COLUMNS, DEPTH)  # a program on nearly every multiprocessor
+    products, late = Sums(group, HALF, columns=columns), random.Random(group.rank)
+    for rows in (2, 16, 64):  # parts of splits are words with tags; they have flags; tiles have them, too
+        given = products.draw(rows, columns, depth)
+        del given["norm_weight"]
+        first = products.multiply(given)
+        for _ in range(CALLS_IN_A_ROW):
+            if late.random() < 0.02:
+                time.sleep(late.uniform(0, 3e-4))
+            last = products.multiply(given)
+        products.workspace.raise_fault()
+        assert all(map(torch.equal, first, last))
+        products.check(last, given)
+
+
 def gradients(group: SymmetricGroup) -> None:
     """Those of the reference."""
     products = Sums(group, FP32)
@@ -197,6 +215,8 @@ def products_of_the_library(group: SymmetricGroup) -> None:
     products = Sums(group, HALF)
     for rows in (17, 32, 64):
         given = products.draw(rows, seed=rows)
+        if not ON_GPU:
+            del given["norm_weight"]
         for schedule in ("kernel", "product", "auto"):
             products.check(products.multiply(given, schedule), given)
 
@@ -217,6 +237,7 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     **({} if SHARE_A_GPU else {"many rows by the library": partial(many_rows, schedule="library")}),  # NCCL's
     "every block shape": every_block_shape,
     "replays of graphs": replays_of_graphs,
+    "calls in a row": calls_in_a_row,
     "gradients": gradients,
     "torch.compile": compiled,
     "opcheck": opcheck,

@@ -580,6 +580,15 @@ def registers(kernel: Any) -> int:
     return int(found)
 
 
+def test_a_kernel_that_starts_early_reads_the_epoch_around_the_l1_cache(compiled: dict[str, Any]) -> None:
+    """A program of the kernel before may load the word into the cache of a multiprocessor after this one has begun there."""
+    launch_gemv(HALF, ONE_SHOT)
+    begins = compiled["gemv_all_reduce_kernel"].asm["ptx"].partition("griddepcontrol.wait")[2]
+    first = re.search(r"\bld\.(?!param)\S+", begins)
+    assert first is not None
+    assert first[0] == "ld.volatile.global.b64"
+
+
 def test_every_kernel_of_the_package_is_compiled_here() -> None:
     """A kernel is a function of Triton that no other one calls."""
     functions: list[ast.FunctionDef] = []
@@ -678,7 +687,7 @@ def test_blocks_of_gemv_fit_in_shared_memory(architecture: str, compiled: dict[s
     of, chosen = ARCHITECTURES[architecture], set()
     shapes = itertools.product((4, 16, 64), (64, 1024, 4096, 16384), (512, 8192), (HALF, SINGLE), (False, True))
     for count, columns, depth, dtype, with_norm in shapes:
-        blocks = choose_blocks(count, columns, depth, WORLD, dtype.itemsize, with_norm=with_norm)
+        blocks = choose_blocks(count, columns, depth, WORLD, dtype.itemsize, INTERPRETER, with_norm=with_norm)
         chosen.add((replace(fitted(blocks, count, dtype.itemsize, of.memory), splits=1), dtype, count))
     for blocks, dtype, count in chosen:
         launch_gemv(dtype, blocks, count=count)

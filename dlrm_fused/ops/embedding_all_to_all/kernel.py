@@ -21,7 +21,7 @@ from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks, LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
-from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, next_epoch, peer_pointer, wait_until_ready
 from dlrm_fused.symmetric.device_puts import open_slice, put_slice
 from dlrm_fused.symmetric.launches import ceil_div
 from dlrm_fused.symmetric.puts import Puts
@@ -310,7 +310,7 @@ def lookup_and_scatter_kernel(
     if FIRST:
         epoch = begin(channel, receive_offset, fingerprint)
     else:
-        epoch = tl.load(channel.state) + 1
+        epoch = next_epoch(channel)
     VECTOR: tl.constexpr = POOLING.vector
     lane = tl.arange(0, POOLING.dim)
     ready_ranks = tl.zeros((), tl.int64)  # a bit for each of this host

@@ -15,7 +15,7 @@ from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.host_slices import TILE_COLUMNS
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
+from dlrm_fused.symmetric.device import begin, finish, next_epoch, peer_pointer, wait_until_ready
 from dlrm_fused.symmetric.device_puts import open_slice, put_slice, release_slice, wait_for_slice
 from dlrm_fused.symmetric.launches import ceil_div
 from dlrm_fused.symmetric.puts import Puts
@@ -65,7 +65,7 @@ def scatter_tiles_kernel(
     if FIRST:
         epoch = begin(channel, receive_offset, fingerprint)
     else:
-        epoch = tl.load(channel.state) + 1
+        epoch = next_epoch(channel)
     known_peer = tl.full((), -1, tl.int64)
     ready_at = tl.full((), -1, tl.int64)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):

@@ -29,6 +29,7 @@ from dlrm_fused.symmetric.device import (
     REFUSED_OFFSET,
     fault_kind,
     must_stop,
+    next_epoch,
     peer_pointer,
     report_fault,
     signal,
@@ -396,7 +397,7 @@ def gemv_all_reduce_kernel(
         wait_for_earlier_kernels()
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     tiles = tl.num_programs(0) // SPLITS
-    epoch = tl.load(channel.state + EPOCH) + 1
+    epoch = next_epoch(channel)
     tag = _tag(epoch)
     receive_buffer, receive_addresses = buffer.words, buffer.addresses
     half = (epoch % 2) * buffer.half_words

@@ -30,6 +30,7 @@ from dlrm_fused.symmetric.device import (
     begin,
     fault_kind,
     must_stop,
+    next_epoch,
     peer_pointer,
     report_fault,
     signal,
@@ -57,7 +58,7 @@ def begin_kernel(pieces, channel, fingerprint, OWN: tl.constexpr):
         OWN: whether the channel has no epochs but these.
     """
     if OWN:
-        epoch = tl.load(channel.state + EPOCH) + 1
+        epoch = next_epoch(channel)
         tell_call(channel, pieces, epoch, fingerprint)
         can_send = wait_for_calls(channel, pieces, epoch, fingerprint)
     else:
@@ -78,7 +79,7 @@ def begin_epoch(channel, counter):
     Returns:
         The epoch, in which programs :func:`tell_call` and :func:`wait_for_calls` before they store at a peer.
     """
-    epoch = tl.load(channel.state + EPOCH) + 1
+    epoch = next_epoch(channel)
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:  # all have read it
         tl.atomic_xchg(counter, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
@@ -89,7 +90,7 @@ def begin_epoch(channel, counter):
 @triton.jit
 def tell_call(channel, pieces, epoch, fingerprint):
     """Tell all peers that this rank begins an epoch, and with which call."""
-    if tl.load(channel.state + FAULT) == 0:
+    if tl.load(channel.state + FAULT, volatile=True) == 0:
         for i in tl.static_range(1, channel.world):
             flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
             # Plain stores suffice for a word that says all by itself, and need no answer from the peer.
