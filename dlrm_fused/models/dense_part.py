@@ -45,7 +45,8 @@ class CompiledForTraining(Generic[R]):
         self._compiled: Callable[..., R] | None = None
         self.captured: CapturedFunction[R] | None = None
         if is_compiled:
-            self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+            # Otherwise the compiler measures how to divide sums, and a run that goes on later may add in another order.
+            self._compiled = torch.compile(function, fullgraph=True, dynamic=False, options={"deterministic": True})
             self.captured = CapturedFunction(self._run_compiled, layers) if layers is not None else None
 
     def __call__(self, *arguments: Tensor) -> R:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlrm_fused.auto_choice import measure_both
-from dlrm_fused.config import Comm, Config
-from dlrm_fused.models.fused_communication import compute_dtype, reachable_memory
+from dlrm_fused.config import Comm, Config, Precision
+from dlrm_fused.models.fused_communication import compute_dtype, decline, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer_with_slots, reference
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
@@ -86,12 +86,18 @@ def choose_computations(
         tokens: of a sample.
 
     Raises:
-        UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory.
+        UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory, or on GPUs for fp32.
         CommunicationError: on all ranks, if one of them has too little memory left.
     """
     activation = config.model.experts.activation.name
     baseline = ExpertComputation(group, activation=activation)
     if group is None or config.comm is Comm.baseline:
+        return [baseline] * layers
+    if device.type == "cuda" and config.training.precision is Precision.fp32:
+        # Triton multiplies fp32 without tensor cores, in ten times the library's time.
+        decline(
+            config, "experts", "training.precision=fp32, for which the kernels are slow on GPUs; with tf32 or bf16 they run"
+        )
         return [baseline] * layers
     memory = reachable_memory(config, group, device, "experts")
     if memory is None:

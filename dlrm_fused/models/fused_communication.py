@@ -26,10 +26,19 @@ def reachable_memory(config: Config, group: dist.ProcessGroup, device: torch.dev
     try:
         return symmetric_group(group, device)
     except CommunicationError as error:  # raised by all ranks
-        if config.comm_strict:
-            raise UsageError(f"comm_strict=true: {layers} without fused communication: {error}") from None
-        logger.warning("%s run without fused communication: %s", layers, error)
+        decline(config, layers, str(error))
         return None
+
+
+def decline(config: Config, layers: str, reason: str) -> None:
+    """Warn that layers run without fused communication, and why.
+
+    Raises:
+        UsageError: instead of the warning, with ``comm_strict``.
+    """
+    if config.comm_strict:
+        raise UsageError(f"comm_strict=true: {layers} without fused communication: {reason}") from None
+    logger.warning("%s run without fused communication: %s", layers, reason)
 
 
 def compute_dtype(config: Config) -> torch.dtype:

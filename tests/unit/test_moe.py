@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.inference.online.model import OnlineModel
 from dlrm_fused.models import RankingTask
+from dlrm_fused.models.expert_parallel import ExpertComputation, choose_computations
 from dlrm_fused.models.moe import MixtureOfExperts, Router, balance_loss
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.training.metrics import load_values
@@ -325,3 +327,17 @@ def test_loads_are_charted_by_layer_and_expert(tmp_path: Path) -> None:
     (chart,) = events.Histograms("experts/0_load")
     bars = dict(zip(chart.histogram_value.bucket_limit, chart.histogram_value.bucket, strict=True))
     assert {edge: share for edge, share in bars.items() if share} == {1.0: 0.5, 2.0: 0.25, 3.0: 0.25}
+
+
+def test_experts_in_fp32_run_unfused_on_gpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There the fused kernels take ten times as long as the library's products."""
+    group: Any = object()
+    gpu = torch.device("cuda", 0)
+    given = ["model.kind=dcnv2", "model.experts.count=4", "comm=fused", f"output_dir={tmp_path}"]
+    config = load_config(Path("configs/synthetic.yaml"), given)
+    first, second = choose_computations(config, group, 2, 16, 1, gpu)
+    assert first == second == ExpertComputation(group)
+    assert "experts run without fused communication: training.precision=fp32" in caplog.text
+    strict = load_config(Path("configs/synthetic.yaml"), [*given, "comm_strict=true"])
+    with pytest.raises(UsageError, match=r"comm_strict=true: experts .*training\.precision=fp32"):
+        choose_computations(strict, group, 2, 16, 1, gpu)
