@@ -24,7 +24,7 @@ from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks as LookupBlocks
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.tuning import MIN_DEPTH_OF_SPLIT, ONE_SHOT_WORDS, most_stages
+from dlrm_fused.ops.gemv_all_reduce.tuning import MIN_DEPTH_OF_SPLIT, most_stages
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks as GemvBlocks
 
 
@@ -114,6 +114,9 @@ def lookup_table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 # GEMV + AllReduce.
 
+# Results up to which adding them up at every rank is usually best, and from half to twice as many either way may be.
+_USUAL_ONE_SHOT_WORDS = 32_768
+
 
 def gemv_choices(cell: GemvCell, ranks: int) -> list[GemvBlocks]:
     """Return the blocks that the operator takes today, then all others; it has no kernel of its own for many rows."""
@@ -137,11 +140,11 @@ def all_gemv_blocks(rows: int, columns: int, depth: int) -> Iterator[GemvBlocks]
 
 def _gemv_protocols(results: int) -> Iterator[tuple[bool, bool]]:
     """Values of two_shot and flagged."""
-    if results <= 4 * ONE_SHOT_WORDS:
+    if results <= 4 * _USUAL_ONE_SHOT_WORDS:
         yield False, False
-    if results > ONE_SHOT_WORDS // 2:
+    if results > _USUAL_ONE_SHOT_WORDS // 2:
         yield True, False
-    if results >= 2 * ONE_SHOT_WORDS:
+    if results >= 2 * _USUAL_ONE_SHOT_WORDS:
         yield True, True
 
 

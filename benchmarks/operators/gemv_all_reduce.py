@@ -28,7 +28,7 @@ from benchmarks.operators.products import (
     workspace_for,
 )
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
-from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, KERNEL, PRODUCT, SCATTER
+from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, COPIES, KERNEL, PRODUCT, SCATTER
 
 # N and K: of attention outputs and second feed-forward matrices of common Transformers.
 SHAPES = ((1024, 4096), (2048, 8192), (4096, 16384), (5120, 13824), (8192, 8192), (8192, 28672))
@@ -108,7 +108,7 @@ class GemvCase(ProductCase):
             return []
         self.multiply(0)
         taken = self.workspace.schedules.known((self.cell.m, self.cell.n, self.cell.depth(self.world.size)))
-        own = (CHUNKS, SCATTER) if self.cell.is_large else (KERNEL, PRODUCT)
+        own = (CHUNKS, SCATTER, COPIES) if self.cell.is_large else (KERNEL, PRODUCT)
         return [schedule for schedule in own if schedule != taken]
 
     def contestants(self, stage: str) -> dict[str, Multiply]:

@@ -234,6 +234,7 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "many rows": many_rows,
     "many rows by chunks": partial(many_rows, schedule="chunks"),
     "many rows by scatter": partial(many_rows, schedule="scatter"),
+    "many rows by copies": partial(many_rows, schedule="copies"),
     **({} if SHARE_A_GPU else {"many rows by the library": partial(many_rows, schedule="library")}),  # NCCL's
     "every block shape": every_block_shape,
     "replays of graphs": replays_of_graphs,

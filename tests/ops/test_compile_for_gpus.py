@@ -64,6 +64,7 @@ from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradie
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
+from dlrm_fused.ops.gemv_all_reduce.copies import CopiedSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, choose_blocks, fitted, needed_memory, override
 from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
@@ -329,6 +330,21 @@ def launch_sum_of_many_rows(dtype: torch.dtype, sums: Callable[..., Any]) -> Non
     sums(workspace, inputs, fingerprint=1)(workspace, inputs)
 
 
+def launch_copied_sums() -> None:
+    """In tiles that take little time to compile."""
+    gemm_tuning.override(gemm_tuning.Tiles(64, 64, 32, band=8, warps=4, stages=2, programs=1))
+    ours = memory()
+    ours.local = torch.zeros(64 * WORLD * WIDTH * HALF.itemsize, dtype=torch.uint8)
+    ours.peer = lambda rank: ours.local
+    workspace: Any = SimpleNamespace(
+        rank=RANK, world_size=WORLD, parts=ours, results=SimpleNamespace(memory=ours), channel=channel(),
+        pieces=piece_flags(has_own_channel=False), streams=Streams(rows().device),
+    )  # fmt: skip
+    workspace.pieces.__dict__.update(_stamp=torch.zeros(1, dtype=torch.int64))
+    inputs = Inputs(rows(HALF, 64 * WORLD), rows(HALF, WIDTH), rows(HALF, WIDTH)[0], rows(HALF, 64 * WORLD), None, 1e-6)
+    CopiedSums(workspace, inputs, fingerprint=1)(workspace, inputs)
+
+
 def launch_update(dtype: torch.dtype, optimizer: str, features: list[int], weighted: bool) -> None:
     tables = make_tables(
         [9, 6], [64, 20], features, dtype=dtype, mean=weighted, optimizer=optimizer, stochastic_rounding=dtype != SINGLE
@@ -513,6 +529,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemv_of_a_product": (lambda: launch_gemv(HALF, FLAGGED, True, is_given=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
     "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, ChunkedSums), {"sum_chunk_kernel"}),
+    "gemv_copies": (launch_copied_sums, {"begin_kernel", "adding_gemm_kernel", "gate_kernel", "mark_kernel"}),
     "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, ScatteredSums), {"gemm_kernel", "sum_chunk_kernel"}),
 }
 

@@ -199,6 +199,30 @@ def test_the_librarys_collective_and_one_computation_do_not_overlap(pair: Pair) 
 
 
 @pytest.mark.parametrize("parts", [(1,), (1, 1), (1, 1, 1, 1)])
+def test_pieces_of_a_sum_travel_to_who_adds_them_up_and_back(parts: tuple[int, ...]) -> None:
+    for ranks, rows, plan in plans(SUMS, Schedule("sums", Mover.copy_engine, parts)):
+        bounds, shifts = list(enumerate(cut(rows, parts))), range(1, ranks)
+        remote = [Piece(shift, *ends, number) for number, ends in bounds for shift in shifts]
+        returned = [Piece(shift, *ends, len(bounds) + number) for number, ends in bounds for shift in shifts]
+        assert [task.pieces[0] for _, task in tasks(plan, Kind.compute)] == remote
+        assert [task.pieces[0] for _, task in tasks(plan, Kind.move)] == [*remote, *returned]
+        made = {task.pieces[0]: number for number, task in tasks(plan, Kind.compute)}
+        combined = {task.pieces[0]: (number, task) for number, task in tasks(plan, Kind.combine)}
+        for number, ends in bounds:
+            added, task = combined[Piece(0, *ends, number)]
+            assert {plan[mark].pieces[0] for mark in task.arrivals} == {Piece(shift, *ends, number) for shift in shifts}
+            made |= {Piece(shift, *ends, len(bounds) + number): added for shift in shifts}
+        for number, task in tasks(plan, Kind.move):
+            assert is_after(plan, number, made[task.pieces[0]])
+            assert (plan[number + 1].kind, plan[number + 1].pieces) == (Kind.mark, task.pieces)
+        for piece in returned:  # awaited, then put where it belongs
+            number, _ = combined[piece]
+            gate = plan[number - 1]
+            assert (gate.kind, gate.pieces, {plan[mark].pieces[0] for mark in gate.arrivals}) == (Kind.gate, (piece,), {piece})
+        assert all(is_after(plan, len(plan) - 1, number) for number, _ in tasks(plan, Kind.move))
+
+
+@pytest.mark.parametrize("parts", [(1,), (1, 1), (1, 1, 1, 1)])
 def test_a_chunk_is_summed_while_the_next_is_multiplied(parts: tuple[int, ...]) -> None:
     for _, rows, plan in plans(SUMS, Schedule("sums", Mover.other_kernel, parts)):
         bounds = cut(rows, parts)
@@ -269,9 +293,9 @@ def test_another_kernel_moves_sums_for_all_ranks_alone(pair: Pair) -> None:
         make_plan(pair, SCHEDULES["sums_beside"], 4, 1024)
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunks_4", "arriving"])
-def test_a_copy_engine_does_not_add_up_for_all_ranks(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^gemm_all_reduce: schedule {name}: a copy engine adds nothing up"):
+@pytest.mark.parametrize("name", ["arriving", "arriving_4"])
+def test_sums_for_all_ranks_are_of_several_products(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^gemm_all_reduce: schedule {name}: copy engines take products of pieces"):
         make_plan(SUMS, SCHEDULES[name], 4, 1024)
 
 

@@ -35,6 +35,7 @@ from dlrm_fused.ops.schedules.piece_flags import (
 )
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import order_bulk_loads, peer_pointer
+from dlrm_fused.symmetric.launches import layout_of
 
 # Elements that a program stores at a peer at a time.
 _PUSHED_BLOCK = 8192
@@ -233,35 +234,57 @@ def pushing_gemm_kernel(
     )  # fmt: skip
 
 
+class Summands(NamedTuple):
+    """The tensors that are added to a sum over the ranks, as one argument of a kernel; any tensor stands for an unused one."""
+
+    bias: Any  # [N]
+    residual: Any  # [m, N], contiguous
+
+
 @triton.jit
-def _add_received(product, received, first_row, first_column, rows, channel, DTYPE: tl.constexpr):
-    """The sum of half a tile over the ranks, in fp32: those of the peers in their order, then this rank's."""
+def _add_half(
+    product, out, received, summands, first_row, end_row, first_column, rows, columns, channel,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """See :func:`_add_and_store`; half a tile, in fp32: what comes from the peers in their order, then this rank's."""
+    row, column = first_row + tl.arange(0, TILE.rows), first_column + tl.arange(0, TILE.columns // 2)
+    inside = (row < end_row)[:, None] & (column < columns)[None, :]
+    first_of_row = row.to(tl.int64) * columns
     total = tl.zeros(product.shape, tl.float32)
     for i in tl.static_range(0, channel.world):
         if i != channel.rank:
             total += received.load([i * rows + first_row, first_column]).to(tl.float32)
-    return (total + product).to(DTYPE)
+    total += product
+    if HAS_BIAS:
+        total += tl.load(summands.bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        places = tl.multiple_of(summands.residual + first_of_row, 16)[:, None] + column[None, :]
+        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(tl.multiple_of(out + first_of_row, 16)[:, None] + column[None, :], total.to(TILE.dtype), mask=inside)
 
 
 @triton.jit
-def _add_and_store(product, out, received, first_row, end_row, first_column, rows, columns, channel, TILE: tl.constexpr):
+def _add_and_store(
+    product, out, received, summands, first_row, end_row, first_column, rows, columns, channel,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A tile of own rows, with what the peers have sent; ``received`` as in :func:`adding_gemm_kernel`."""
     half: tl.constexpr = TILE.columns // 2
     left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
-    row = first_row + tl.arange(0, TILE.rows)
-    rows_of_out = tl.multiple_of(out + row.to(tl.int64) * columns, 16)[:, None]
-    column = first_column + tl.arange(0, half)
-    total = _add_received(left_half, received, first_row, first_column, rows, channel, TILE.dtype)
-    tl.store(rows_of_out + column[None, :], total, mask=(row < end_row)[:, None] & (column < columns)[None, :])
-    column += half
-    total = _add_received(right_half, received, first_row, first_column + half, rows, channel, TILE.dtype)
-    tl.store(rows_of_out + column[None, :], total, mask=(row < end_row)[:, None] & (column < columns)[None, :])
+    _add_half(
+        left_half, out, received, summands, first_row, end_row, first_column, rows, columns, channel, HAS_BIAS, HAS_RESIDUAL,
+        TILE,
+    )  # fmt: skip
+    _add_half(
+        right_half, out, received, summands, first_row, end_row, first_column + half, rows, columns, channel, HAS_BIAS,
+        HAS_RESIDUAL, TILE,
+    )  # fmt: skip
 
 
 @triton.jit
 def _multiply_and_add_piece(
-    x, weight, out, received, number, first_of_x, first_row, end_row, rows, columns, depth, channel,
-    TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
+    x, weight, out, received, summands, number, first_of_x, first_row, end_row, rows, columns, depth, channel,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_multiply_piece`, of own rows, which begin in x at ``first_of_x``, with what the peers have sent."""
     row_tiles, column_tiles = tl.cdiv(end_row - first_row, TILE.rows), tl.cdiv(columns, TILE.columns)
@@ -270,7 +293,10 @@ def _multiply_and_add_piece(
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, TILE.band)
         first = first_row + row_tile * TILE.rows
         product = product_of_tile(x, weight, first_of_x + first, column_tile * TILE.columns, depth, TRANSPOSED, TILE)
-        _add_and_store(product, out, received, first, end_row, column_tile * TILE.columns, rows, columns, channel, TILE)
+        _add_and_store(
+            product, out, received, summands, first, end_row, column_tile * TILE.columns, rows, columns, channel, HAS_BIAS,
+            HAS_RESIDUAL, TILE,
+        )  # fmt: skip
     return number + tl.cdiv(tl.maximum(tiles - number, 0), programs) * programs - tiles
 
 
@@ -282,18 +308,19 @@ def _wait_for_peers(channel, pieces, piece, epoch, HAS_ASYNC_PROXY: tl.constexpr
     order_bulk_loads(HAS_ASYNC_PROXY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_piece", "end_piece"])
 def adding_gemm_kernel(
-    x, weight, out, received, rows, columns, depth, ends, pieces, channel,
-    TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr, TILE: tl.constexpr,
+    x, weight, out, received, summands, rows, columns, depth, first_piece, end_piece, ends, pieces, channel,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_and_add`; ``received``: descriptor [ranks * rows, N], blocks of half a tile."""
     number, epoch = tl.program_id(0), tl.load(pieces.stamp)
-    for piece in range(0, len(ends)):
+    for piece in range(first_piece, end_piece):
         _wait_for_peers(channel, pieces, piece, epoch, HAS_ASYNC_PROXY)
         number = _multiply_and_add_piece(
-            x, weight, out, received, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows, columns,
-            depth, channel, TRANSPOSED, TILE,
+            x, weight, out, received, summands, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows,
+            columns, depth, channel, HAS_BIAS, HAS_RESIDUAL, TRANSPOSED, TILE,
         )  # fmt: skip
 
 
@@ -331,10 +358,12 @@ def sending_gemm_kernel(
     _wait_for_peers(channel, pieces, 0, epoch, HAS_ASYNC_PROXY)
     if number < row_tiles * column_tiles:
         _add_and_store(
-            product, out, received, row_tile * TILE.rows, rows, column_tile * TILE.columns, rows, columns, channel, TILE
-        )
+            product, out, received, 0, row_tile * TILE.rows, rows, column_tile * TILE.columns, rows, columns, channel, False,
+            False, TILE,
+        )  # fmt: skip
     _multiply_and_add_piece(
-        x, weight, out, received, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel, TRANSPOSED, TILE,
+        x, weight, out, received, 0, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel, False, False,
+        TRANSPOSED, TILE,
     )  # fmt: skip
 
 
@@ -377,21 +406,40 @@ def push_and_multiply(
     )  # fmt: skip
 
 
-def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, epoch: Epoch, *, is_transposed: bool) -> None:
-    """out [m, N] = x @ weight.T + what the peers have sent, when it has come.
+def multiply_and_add(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    received: Tensor,
+    epoch: Epoch,
+    *,
+    is_transposed: bool,
+    pieces: range | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """out [m, N] = x @ weight.T + what the peers have sent, when it has come, + bias + residual.
 
     Args:
         x: [m, K], contiguous.
         weight: as in :func:`multiply_arriving`.
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
+        pieces: those of the epoch whose rows are computed, if not all.
+        bias, residual: [N] and [m, N], contiguous.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), gpu_of(x.device), added=1.0)
-    count = tiles.count(rows, columns)
-    adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
+    summands, chosen = (bias, residual), range(len(epoch.ends)) if pieces is None else pieces
+    multiplied = epoch.ends[chosen.stop - 1] - (epoch.ends[chosen.start - 1] if chosen.start else 0)
+    tiles = tiles_of_pieces(multiplied, columns, depth, x.element_size(), gpu_of(x.device), added=1.0)
+    count = tiles.count(multiplied, columns)
+    epoch.channel.launches(
+        (layout_of(x, weight, out, received, *summands), tiles, epoch.ends, is_transposed),
+        adding_gemm_kernel, (programs_of(x.device, count, tiles),),
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
-        out, _received_blocks(received.view(-1, columns), tiles), rows, columns, depth, *epoch.args,
-        HAS_ASYNC_PROXY=has_async_proxy(x.device), TRANSPOSED=is_transposed, **tile_constants(tiles, x.dtype),
+        out, _received_blocks(received.view(-1, columns), tiles), Summands(*(out if one is None else one for one in summands)),
+        rows, columns, depth, chosen.start, chosen.stop, *epoch.args,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_ASYNC_PROXY=has_async_proxy(x.device),
+        TRANSPOSED=is_transposed, **tile_constants(tiles, x.dtype),
     )  # fmt: skip
 
 

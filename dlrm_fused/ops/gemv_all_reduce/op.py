@@ -14,8 +14,18 @@ from dlrm_fused.ops.common.devices import launch_options, starts_early
 from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
+from dlrm_fused.ops.gemv_all_reduce.copies import CopiedSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
-from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, PRODUCT, SCATTER, check_schedule, choose_schedule
+from dlrm_fused.ops.gemv_all_reduce.schedule import (
+    AUTO,
+    CHUNKS,
+    COPIES,
+    LIBRARY,
+    PRODUCT,
+    SCATTER,
+    check_schedule,
+    choose_schedule,
+)
 from dlrm_fused.ops.gemv_all_reduce.tuning import (
     MAX_ROWS,
     choose_blocks,
@@ -51,9 +61,9 @@ def gemv_all_reduce(
         residual: [m, N], contiguous.
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
-        schedule: ``kernel``, or of 16 bits ``product``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more;
-            ``library``; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call with a
-            shape. For up to 64 rows it does not take ``library``, which rounds more often.
+        schedule: ``kernel``, or of 16 bits ``product``, for up to 64 rows on GPUs; ``chunks``, ``scatter`` or ``copies``, for
+            more; ``library``; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call
+            with a shape. For up to 64 rows it does not take ``library``, which rounds more often.
             Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
@@ -129,6 +139,13 @@ class AutoCall:
         return run(choose_schedule(workspace, inputs.shape, run))
 
 
+_SUMS: dict[str, Callable[..., Callable[[GemvWorkspace, Inputs], Tensor]]] = {
+    CHUNKS: ChunkedSums,
+    SCATTER: ScatteredSums,
+    COPIES: CopiedSums,
+}
+
+
 def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
     """Return what makes calls of the layout of these inputs: the sum, and its norm where the operator has it, else empty."""
     if schedule == LIBRARY:
@@ -137,7 +154,7 @@ def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
         return _sum_over_hosts
     if len(inputs.x) <= MAX_ROWS:
         return KernelCall(workspace, inputs, is_given=schedule == PRODUCT)
-    sums = (ScatteredSums if schedule == SCATTER else ChunkedSums)(workspace, inputs, inputs.fingerprint(schedule))
+    sums = _SUMS[schedule](workspace, inputs, inputs.fingerprint(schedule))
     return lambda workspace, inputs: _without_norm(sums(workspace, inputs))
 
 

@@ -19,8 +19,10 @@ from dlrm_fused.ops.schedules.estimate import Size
 from dlrm_fused.ops.schedules.machines import machine_of
 from dlrm_fused.ops.schedules.rule import choose
 
-KERNEL, PRODUCT, CHUNKS, SCATTER = "kernel", "product", "chunks", "scatter"
-SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, LIBRARY)
+KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES = "kernel", "product", "chunks", "scatter", "copies"
+SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES, LIBRARY)
+# The ranks divide the rows.
+_BY_SHARDS = (SCATTER, COPIES)
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
 # The schedules of many rows, by their names in dlrm_fused.ops.schedules.
@@ -34,16 +36,16 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
     if schedule == LIBRARY and not workspace.schedules.has_library:
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: {', '.join(SCHEDULES[:-1])}")
-    if (schedule in (KERNEL, PRODUCT) and rows > MAX_ROWS) or (schedule in (CHUNKS, SCATTER) and rows <= MAX_ROWS):
+    if (schedule in (KERNEL, PRODUCT) and rows > MAX_ROWS) or (schedule in (CHUNKS, *_BY_SHARDS) and rows <= MAX_ROWS):
         raise UsageError(
-            f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel and product, more for chunks "
-            "and scatter"
+            f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel and product, more for "
+            "chunks, scatter and copies"
         )
     if schedule == PRODUCT and workspace.dtype == torch.float32:
         raise UsageError(f"{name}: schedule=product is for bfloat16 and float16, the workspace has {workspace.dtype}")
-    if schedule == SCATTER and not _can_scatter(workspace, (rows, len(weight), x.shape[1])):
+    if schedule in _BY_SHARDS and not _has_shards(workspace, (rows, len(weight), x.shape[1])):
         raise UsageError(
-            f"{name}: schedule=scatter: m={rows}, N={len(weight)}, K={x.shape[1]}; needed: a multiple of the {ranks} ranks "
+            f"{name}: schedule={schedule}: m={rows}, N={len(weight)}, K={x.shape[1]}; needed: a multiple of the {ranks} ranks "
             f"for m, and of {ROW_BYTES // bytes_} for N and K"
         )
 
@@ -62,13 +64,13 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
         has_product = rows > _ROWS_OF_THE_KERNEL and workspace.dtype != torch.float32
         names = [KERNEL] + [PRODUCT] * has_product  # the library's rounds more often
     else:
-        names = [CHUNKS] + [SCATTER] * _can_scatter(workspace, shape) + [LIBRARY] * workspace.schedules.has_library
+        names = [CHUNKS, *_BY_SHARDS * _has_shards(workspace, shape)] + [LIBRARY] * workspace.schedules.has_library
     if not workspace.sums_by_kernel or len(names) == 1:
         return names[0]
     return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape, names))
 
 
-def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
+def _has_shards(workspace: GemvWorkspace, shape: Shape) -> bool:
     rows, *sizes = shape
     return rows % workspace.world_size == 0 and not any(size * workspace.dtype.itemsize % ROW_BYTES for size in sizes)
 

@@ -22,8 +22,9 @@ MAX_SPLITS = 4
 TAGGED_SPLIT_ROWS = 4
 # A program on so large a share of the multiprocessors is as good as one on all of them.
 _ENOUGH = 0.895
-# Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
-ONE_SHOT_WORDS = 32_768
+# Partial results that a rank sends, rows * columns to each peer, above which they are added up at one rank instead of at every
+# rank.
+_MOST_ONE_SHOT_WORDS = 98_304
 # Bytes of loads on their way, for up to 16 rows and for more. With the first, two programs have room on a multiprocessor:
 # one of a launch, and one of the next, which starts early.
 _STAGE_BYTES, _STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
@@ -87,7 +88,7 @@ def choose_blocks(
         gpu: of every rank; of those with the fewest multiprocessors, where they differ.
         with_norm: whether programs wait for each other, so that all of them must be resident at once.
     """
-    blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, element_size, gpu)
+    blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, world_size, element_size, gpu)
     return _possible(blocks, columns, world_size, gpu, with_norm=with_norm)
 
 
@@ -96,7 +97,7 @@ def choose_blocks_of_sum(rows: int, columns: int, world_size: int, gpu: Gpu, *, 
     if _override:
         return _possible(replace(_override, splits=1, is_given=True), columns, world_size, gpu, with_norm=with_norm)
     tile = next((tile for tile in (16, 32, 64) if -(-columns // tile) <= gpu.multiprocessors), 128)
-    two_shot = rows * columns > ONE_SHOT_WORDS
+    two_shot = _is_two_shot(rows, columns, world_size)
     blocks = Blocks(tile, _LEAST_DEPTH, 1, 4, 1, two_shot, flagged=two_shot and rows > 16, is_given=True)
     return _possible(blocks, columns, world_size, gpu, with_norm=with_norm)
 
@@ -107,6 +108,10 @@ def _possible(blocks: Blocks, columns: int, world_size: int, gpu: Gpu, *, with_n
     if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):
         blocks = replace(blocks, two_shot=False, flagged=False)
     return blocks
+
+
+def _is_two_shot(rows: int, columns: int, world_size: int) -> bool:
+    return rows * columns * (world_size - 1) > _MOST_ONE_SHOT_WORDS
 
 
 def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
@@ -120,10 +125,10 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
     return shapes[min(shapes)] if shapes else None
 
 
-def _by_rule(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Blocks:
+def _by_rule(rows: int, columns: int, depth: int, world_size: int, element_size: int, gpu: Gpu) -> Blocks:
     tile, splits = _tile_and_splits(columns, depth, gpu.multiprocessors)
     step = 128 if tile <= 64 and rows <= 16 else 64
-    two_shot = rows * columns > ONE_SHOT_WORDS
+    two_shot = _is_two_shot(rows, columns, world_size)
     warps = 8 if tile >= 128 else 4
     stages = max(2, most_stages(rows, tile, step, element_size))
     return Blocks(tile, step, splits, warps, stages, two_shot, flagged=two_shot and rows > 16)

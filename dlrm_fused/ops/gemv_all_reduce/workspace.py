@@ -14,6 +14,8 @@ from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, poll
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
+from dlrm_fused.ops.schedules import MOST_PIECES
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.device import polls_per_second, uses_kernels
 from dlrm_fused.symmetric.launches import ceil_div
@@ -100,6 +102,8 @@ class GemvWorkspace(MatrixWorkspace):
                 # Products of ranks, and their sums.
                 self.parts = group.allocate(f"{name}.parts", max_rows * max_columns * dtype.itemsize)
                 self.results = BlockPool.with_spare(group, f"{name}.results", self.parts.size, _HELD_RESULTS)
+                # Copy engines move pieces of products, and of sums.
+                self.pieces = PieceFlags(self.channel, f"{name}.pieces", 2 * MOST_PIECES, has_own_channel=False)
         else:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 

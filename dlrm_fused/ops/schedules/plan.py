@@ -125,12 +125,14 @@ def _tasks(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Tasks
         if pair is not Pair.gemm_all_reduce:
             raise ValueError(f"{pair}: schedule {schedule.name} adds up over the ranks; of {Pair.gemm_all_reduce} alone")
         return _sums_beside(schedule, shard_rows)
-    if schedule.mover is Mover.copy_engine and pair is Pair.gemm_all_reduce:
-        raise ValueError(f"{pair}: schedule {schedule.name}: a copy engine adds nothing up")
     own = Piece(0, 0, shard_rows)
     remote = _pieces_of_peers(schedule, ranks, shard_rows)
     if schedule.mover is Mover.same_kernel:
         return _in_one_kernel(pair, own, remote)
+    if pair is Pair.gemm_all_reduce:
+        if schedule.is_one_product:
+            raise ValueError(f"{pair}: schedule {schedule.name}: copy engines take products of pieces, not one of all")
+        return _reduced(schedule, ranks, shard_rows, remote)
     return _gathered(schedule, own, remote) if pair.moves_first else _scattered(pair, own, remote)
 
 
@@ -205,6 +207,28 @@ def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Tasks:
             tasks.append(Task(Kind.gate, Lane.main, (piece,), after=(0,), arrivals=(mark,)))
             tasks.append(Task(Kind.combine, Lane.main, (piece,)))
     return (*tasks, Task(Kind.end, Lane.main, after=tuple(marks[-1:])))
+
+
+def _reduced(schedule: Schedule, ranks: int, shard_rows: int, remote: list[Piece]) -> Tasks:
+    """Products for the peers travel, own ones are added to what has come, and travel in turn: with later numbers."""
+    tasks = [_BEGIN]
+    bounds = cut(shard_rows, schedule.parts)
+    came: list[list[int]] = [[] for _ in bounds]
+    for piece in remote:
+        tasks.append(Task(Kind.compute, Lane.main, (piece,)))
+        came[piece.number].append(_add_move(tasks, piece, after=(len(tasks) - 1,)))
+    returned: list[tuple[Piece, int]] = []
+    for number, (first, last) in enumerate(bounds):
+        own = Piece(0, first, last, number)
+        tasks.append(Task(Kind.combine, Lane.main, (own,), arrivals=tuple(came[number])))
+        added = len(tasks) - 1
+        for shift in range(1, ranks):
+            piece = Piece(shift, first, last, len(bounds) + number)
+            returned.append((piece, _add_move(tasks, piece, after=(added,))))
+    for piece, mark in returned:
+        tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(mark,)))
+        tasks.append(Task(Kind.combine, Lane.main, (piece,)))
+    return (*tasks, Task(Kind.end, Lane.main, after=tuple(mark for _, mark in returned[-1:])))
 
 
 def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> int:

@@ -176,17 +176,32 @@ def test_many_rows_are_summed_by_chunks() -> None:
 
 def test_schedules_may_follow_each_other() -> None:
     few, many = Case(2, 32, 16), Case(70, 32, 16, with_residual=True)
-    cases = [few, replace(few, schedule="library"), many, *(replace(many, schedule=way) for way in ("scatter", "library"))]
+    cases = [
+        few,
+        replace(few, schedule="library"),
+        many,
+        *(replace(many, schedule=way) for way in ("scatter", "copies", "library")),
+    ]
     check(cases, ranks=2, calls=10, straggler=1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_tiles_are_scattered_to_the_ranks_that_add_them_up(ranks: int) -> None:
+@pytest.mark.parametrize("schedule", ["scatter", "copies"])
+def test_products_go_to_the_ranks_that_add_them_up(schedule: str, ranks: int) -> None:
     cases = [
-        Case(72, 36, 20, with_bias=True, with_residual=True, schedule="scatter"),
-        Case(66, 48, 16, with_residual=True, with_norm=True, schedule="scatter"),
+        Case(72, 36, 20, with_bias=True, with_residual=True, schedule=schedule),
+        Case(66, 48, 16, with_residual=True, with_norm=True, schedule=schedule),
     ]
     check(cases, ranks=ranks, calls=6, straggler=ranks - 1)
+
+
+def shards_in_pieces() -> None:
+    schedule._IN_TWO, schedule._IN_FOUR = 500, 1000
+
+
+def test_pieces_of_a_shard_travel_while_the_next_are_multiplied() -> None:
+    cases = [Case(72, 20, 16, with_bias=True, schedule="copies"), Case(78, 64, 16, with_residual=True, schedule="copies")]
+    check(cases, ranks=3, calls=6, straggler=1, mutate=shards_in_pieces)
 
 
 def test_the_library_has_the_norm_of_the_kernel() -> None:
