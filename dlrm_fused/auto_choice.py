@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,10 +65,17 @@ def log_choice(both: BothWays, group: dist.ProcessGroup, *, work: str, unfused_n
         logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *times, chosen)
 
 
-def device_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Time of one run that the device needs, whatever the host needs to launch it. The run may be collective."""
+class CallSeconds(NamedTuple):
+    """The seconds of a call: what the device needs, whatever the host needs to launch it, and the host's."""
+
+    device: float
+    host: float
+
+
+def call_seconds(run: Callable[[], object], device: torch.device) -> CallSeconds:
+    """Measure one run, which may be collective."""
     if device.type != "cuda":
-        return _mean_seconds(run, device)
+        return CallSeconds(_mean_seconds(run, device), 0.0)
     for _ in range(_WARMUP_RUNS):  # the last tells how long the host takes
         _synchronize(device)
         begin = time.perf_counter()
@@ -77,11 +85,13 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
     sleep_on_device(min(2 * _MEASURED_RUNS * host_seconds, _LONGEST_SLEEP_SECONDS))  # meanwhile the host gets ahead
     run()  # ranks sleep for different times, and a collective run ends on all of them together
     start.record()
+    begin = time.perf_counter()
     for _ in range(_MEASURED_RUNS):
         run()
+    host_seconds = time.perf_counter() - begin
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / _MEASURED_RUNS / 1e3
+    return CallSeconds(start.elapsed_time(end) / 1e3 / _MEASURED_RUNS, host_seconds / _MEASURED_RUNS)
 
 
 def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:

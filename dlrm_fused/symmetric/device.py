@@ -156,6 +156,16 @@ def signal(word, value):
 
 
 @triton.jit
+def look_at(word):
+    """Return what an int64 that others write holds now: relaxed, system scope.
+
+    Every warp of the program gets the same. Each warp makes a plain load by itself, at its own time: where what it sees decides
+    about a branch or a loop, some warps could go on and others not, and the next barrier would be another one for each.
+    """
+    return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def wait(channel, word, value):
     """Wait until the int64 at ``word`` (own memory) is at least ``value``: acquire, system scope.
 
@@ -188,8 +198,7 @@ def order_bulk_loads(HAS_ASYNC_PROXY: tl.constexpr):
 @triton.jit
 def must_stop(channel):
     """Whether the host has aborted the epoch, or another program has met a fault."""
-    aborted = tl.atomic_add(channel.state + ABORT, 0, sem="relaxed", scope="sys")
-    return (aborted != 0) | (tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
+    return (look_at(channel.state + ABORT) != 0) | (tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
 
 
 @triton.jit
@@ -209,8 +218,7 @@ def report_fault(channel, kind, peer, epoch, awaited):
 
 @triton.jit
 def fault_kind(channel):
-    aborted = tl.atomic_add(channel.state + ABORT, 0, sem="relaxed", scope="sys")
-    return tl.where(aborted != 0, ABORTED, LIMIT_EXCEEDED).to(tl.int64)
+    return tl.where(look_at(channel.state + ABORT) != 0, ABORTED, LIMIT_EXCEEDED).to(tl.int64)
 
 
 @triton.jit
@@ -224,10 +232,23 @@ def _flags_of_ranks(channel):
 def next_epoch(channel):
     """Return the number of the epoch that is next, int64; for kernels whose epoch :func:`begin` does not begin.
 
-    The load goes around the L1 cache. A kernel that starts early (programmatic dependent launch) may begin, and have the cache
-    invalidated, before a program of the kernel before has loaded the word there, and would find the number of that one.
+    The load goes around the L1 cache, which is coherent between kernels only where none begins before the last one has ended;
+    with programmatic dependent launch they do.
     """
     return tl.load(channel.state + EPOCH, volatile=True) + 1
+
+
+@triton.jit
+def _announce(channel, epoch, offset, fingerprint):
+    if look_at(channel.state + FAULT) == 0:
+        lanes: tl.constexpr = channel.lanes
+        addresses = _flags_of_ranks(channel)
+        words, there = addresses.to(tl.pointer_type(tl.int64)), addresses != 0
+        tl.store(words + 2 * channel.world + channel.rank, fingerprint + tl.zeros((lanes,), tl.int64), mask=there)
+        value = (epoch << 32) + offset // OFFSET_UNIT
+        tl.debug_barrier()
+        ready = words + channel.rank
+        tl.atomic_xchg(ready, value + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
 
 
 @triton.jit
@@ -245,15 +266,8 @@ def begin(channel, offset, fingerprint):
         The epoch, int64.
     """
     epoch = next_epoch(channel)
-    if (tl.program_id(0) == 0) & (tl.load(channel.state + FAULT, volatile=True) == 0):
-        lanes: tl.constexpr = channel.lanes
-        addresses = _flags_of_ranks(channel)
-        words, there = addresses.to(tl.pointer_type(tl.int64)), addresses != 0
-        tl.store(words + 2 * channel.world + channel.rank, fingerprint + tl.zeros((lanes,), tl.int64), mask=there)
-        value = (epoch << 32) + offset // OFFSET_UNIT
-        tl.debug_barrier()
-        ready = words + channel.rank
-        tl.atomic_xchg(ready, value + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
+    if tl.program_id(0) == 0:
+        _announce(channel, epoch, offset, fingerprint)
     return epoch
 
 
@@ -271,7 +285,7 @@ def wait_until_ready(channel, peer, epoch, fingerprint):
         report_fault(channel, fault_kind(channel), peer, epoch, READY)
     elif unit == REFUSED_OFFSET:
         report_fault(channel, REFUSED, peer, epoch, READY)
-    elif tl.load(channel.flags + 2 * channel.world + peer, volatile=True) != fingerprint:
+    elif look_at(channel.flags + 2 * channel.world + peer) != fingerprint:
         report_fault(channel, MISMATCH, peer, epoch, READY)
     else:
         offset = unit * OFFSET_UNIT

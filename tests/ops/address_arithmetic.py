@@ -295,6 +295,19 @@ _BOUNDED = {
 }
 
 
+def loads_that_warps_make_by_themselves_in_waits(ttir: str) -> list[str]:
+    """Return the lines of plain loads of single words inside of ``while`` loops, where warps may see different values."""
+    found = []
+    for loop in re.finditer(r"scf\.while", ttir):
+        depth, regions, end = 0, 0, loop.start()
+        while regions < 2:  # what decides whether it goes on, and what it does
+            end = re.compile("[{}]").search(ttir, end).end()  # type: ignore[union-attr]
+            depth += 1 if ttir[end - 1] == "{" else -1
+            regions += depth == 0
+        found += re.findall(r".*tt\.load [^\n]*: !tt\.ptr<.*", ttir[loop.start() : end])
+    return found
+
+
 def unbounded_products_in_addresses(ttir: str) -> set[Product]:
     """Those of :func:`products_in_addresses` that nothing is known to bound."""
     found = set(products_in_addresses(ttir))

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -76,7 +77,7 @@ from dlrm_fused.symmetric import device, device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
 from dlrm_fused.symmetric.launches import Launches
-from tests.ops.address_arithmetic import PACKAGE, unbounded_products_in_addresses
+from tests.ops.address_arithmetic import PACKAGE, loads_that_warps_make_by_themselves_in_waits, unbounded_products_in_addresses
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
@@ -108,6 +109,10 @@ class Architecture:
 NVIDIA = {f"sm_{arch}": Architecture(GPUTarget("cuda", arch, 32), kib << 10) for arch, kib in SHARED_KIB.items()}
 AMD = {arch: Architecture(GPUTarget("hip", arch, 64), kib << 10) for arch, kib in {"gfx942": 64, "gfx950": 160}.items()}
 ARCHITECTURES = NVIDIA | AMD
+
+
+# Their loops may look at words as they like.
+OF_ONE_WARP = {"poll"}
 
 
 class NoGpu:
@@ -159,6 +164,8 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
         # Elsewhere Triton makes addresses of descriptors' coordinates, which are of 32 bits by definition, in 64 bits.
         if of.capability >= (9, 0):
             assert unbounded_products_in_addresses(made.asm["ttir"]) == set()
+        if kernel.__name__ not in OF_ONE_WARP:
+            assert loads_that_warps_make_by_themselves_in_waits(made.asm["ttir"]) == []
         if "ptx" in made.asm:
             assert set(re.findall(LOSES_NUMBERS, made.asm["ptx"])) <= LOSES_NOTHING.get(kernel.__name__, set())
         seen(kernel.__name__, made)
@@ -337,8 +344,8 @@ def launch_copied_sums() -> None:
     ours.local = torch.zeros(64 * WORLD * WIDTH * HALF.itemsize, dtype=torch.uint8)
     ours.peer = lambda rank: ours.local
     workspace: Any = SimpleNamespace(
-        rank=RANK, world_size=WORLD, parts=ours, results=SimpleNamespace(memory=ours), channel=channel(),
-        pieces=piece_flags(has_own_channel=False), streams=Streams(rows().device),
+        rank=RANK, world_size=WORLD, dtype=HALF, gpu=INTERPRETER, parts=ours, results=SimpleNamespace(memory=ours),
+        channel=channel(), pieces=piece_flags(has_own_channel=False), streams=Streams(rows().device),
     )  # fmt: skip
     workspace.pieces.__dict__.update(_stamp=torch.zeros(1, dtype=torch.int64))
     inputs = Inputs(rows(HALF, 64 * WORLD), rows(HALF, WIDTH), rows(HALF, WIDTH)[0], rows(HALF, 64 * WORLD), None, 1e-6)
@@ -624,6 +631,20 @@ def test_every_kernel_of_the_package_is_compiled_here() -> None:
     }
     kernels = {function.name for function in functions} - called
     assert kernels == set().union(*(names for _, names in LAUNCHES.values()))
+
+
+@triton.jit
+def impatient_kernel(word):
+    seen = tl.load(word, volatile=True)
+    while seen == 0:
+        seen = tl.load(word, volatile=True)
+
+
+def test_a_wait_in_which_warps_may_disagree_is_noticed(compiled: dict[str, Any]) -> None:
+    """Some would go on, others not, and neither reach the barrier of the other: two ranks waited for each other for ever."""
+    with pytest.raises(AssertionError, match=r"tt\.load"):
+        impatient_kernel[(1,)](torch.zeros(1, dtype=torch.int64))
+    assert not compiled
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dlrm_fused.auto_choice import CallSeconds
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
 from dlrm_fused.ops.common.recorded import recorded_schedules
@@ -24,11 +25,14 @@ class TwoRanks:
     """A channel whose other rank measures its own times; collects the faults that are to be raised.
 
     Args:
-        of_other: its times by schedule; one stands for all rounds.
+        of_other: its device's times by schedule; one stands for all rounds.
     """
 
     def __init__(self, of_other: Mapping[str, float | list[float]], fault: Exception | None = None) -> None:
-        in_rounds = {name: times if isinstance(times, list) else 3 * [times] for name, times in of_other.items()}
+        in_rounds = {
+            name: [CallSeconds(time, 0.0) for time in (times if isinstance(times, list) else 3 * [times])]
+            for name, times in of_other.items()
+        }
         self.group: Any = SimpleNamespace(
             rank=0, process_group=None, device=torch.device("cuda"), gather=lambda own: [own(), in_rounds]
         )
@@ -41,14 +45,15 @@ class TwoRanks:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU of a name, on which the run of a schedule takes the seconds that it returns."""
+    """A GPU on which the run of a schedule takes the seconds that it returns: of the device, or of both."""
     state = {"capturing": False}
 
-    def seconds(run: Callable[[], Any], device: torch.device) -> float:
-        return float(run())
+    def seconds(run: Callable[[], Any], device: torch.device) -> CallSeconds:
+        told = run()
+        return told if isinstance(told, CallSeconds) else CallSeconds(float(told), 0.0)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(schedules, "device_seconds", seconds)
+    monkeypatch.setattr(schedules, "call_seconds", seconds)
     return state
 
 
@@ -84,8 +89,17 @@ def test_the_slowest_rank_decides_and_the_choice_stays(caplog: pytest.LogCapture
         assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "kernel") == "library"
         assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "library"
     assert [record.getMessage() for record in caplog.records] == [
-        "sums: schedule library for x [8, 256] and weight [512, 256] (measured: kernel 3.000 ms, library 2.500 ms)"
+        "sums: schedule library for x [8, 256] and weight [512, 256] "
+        "(in graphs library; measured: kernel 3.000 ms, host 0.000; library 2.500 ms, host 0.000)"
     ]
+
+
+def test_the_hosts_time_counts_where_it_launches_and_not_in_graphs(gpu: dict[str, Any]) -> None:
+    own = {"kernel": CallSeconds(0.002, 0.001), "library": CallSeconds(0.001, 0.003)}
+    choice = make(TwoRanks({"kernel": 0.002, "library": 0.001}))
+    assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "library") == "kernel"
+    gpu["capturing"] = True
+    assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "library"
 
 
 def test_a_recorded_schedule_that_cannot_run_here_is_not_taken() -> None:

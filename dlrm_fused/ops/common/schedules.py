@@ -6,11 +6,12 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.auto_choice import device_seconds
+from dlrm_fused.auto_choice import CallSeconds, call_seconds
 from dlrm_fused.ops.common.recorded import Shape as Shape
 from dlrm_fused.symmetric import Channel
 
@@ -18,6 +19,14 @@ logger = logging.getLogger("dlrm_fused")
 
 AUTO, LIBRARY = "auto", "library"
 _ROUNDS = 3
+
+
+class Choice(NamedTuple):
+    """The fastest schedules: of calls that the host launches, whose time counts where it is longer than the device's, and of
+    those in a CUDA graph."""
+
+    launched: str
+    captured: str
 
 
 class Schedules:
@@ -38,7 +47,7 @@ class Schedules:
         self._name, self._channel, self._device = name, channel, channel.group.device
         self._may_measure = may_measure
         self._recorded = recorded
-        self.measured_here: dict[Shape, str] = {}
+        self.measured_here: dict[Shape, Choice] = {}
         self._ruled: dict[Shape, str] = {}
         process_group = channel.group.process_group
         self.has_library = (
@@ -47,8 +56,9 @@ class Schedules:
         self._logged: set[tuple[str, Shape]] = set()
 
     def known(self, shape: Shape) -> str | None:
-        """Return the fastest schedule of a shape; None if nobody has measured it."""
-        return self.measured_here.get(shape) or self._recorded.get(shape)
+        """Return the fastest schedule of a shape where the host launches calls; None if nobody has measured it."""
+        choice = self.measured_here.get(shape)
+        return choice.launched if choice else self._recorded.get(shape)
 
     def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: Callable[[], str]) -> str:
         """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
@@ -65,12 +75,19 @@ class Schedules:
             CommunicationError: while it measures, as the call itself.
         """
         schedule, why = self.known(shape), "measured before"
+        if shape in self.measured_here and self._is_capturing():
+            schedule = self.measured_here[shape].captured
         if schedule not in names:  # a table may name what cannot run here
             schedule = None
         if schedule is None and self._can_measure():
             seconds = self._seconds(names, run)
-            schedule = self.measured_here[shape] = min(seconds, key=lambda name: seconds[name])
-            why = "measured: " + ", ".join(f"{name} {of_call * 1e3:.3f} ms" for name, of_call in seconds.items())
+            launched, captured = (
+                min(names, key=lambda name: max(seconds[name])),
+                min(names, key=lambda name: seconds[name].device),
+            )
+            self.measured_here[shape] = Choice(launched, captured)
+            times = (f"{name} {own.device * 1e3:.3f} ms, host {own.host * 1e3:.3f}" for name, own in seconds.items())
+            schedule, why = launched, f"in graphs {captured}; measured: {'; '.join(times)}"
         if schedule is None:
             if shape not in self._ruled:
                 self._ruled[shape] = rule()
@@ -79,20 +96,27 @@ class Schedules:
         return schedule
 
     def _can_measure(self) -> bool:
-        return self._may_measure and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return self._may_measure and self._device.type == "cuda" and not self._is_capturing()
 
-    def _seconds(self, names: Sequence[str], run: Callable[[str], object]) -> dict[str, float]:
-        """Return the seconds of a call by each schedule, on the slowest rank. Collective.
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _seconds(self, names: Sequence[str], run: Callable[[str], object]) -> dict[str, CallSeconds]:
+        """Return the seconds of a call by each schedule, each on its slowest rank. Collective.
 
         The schedules take turns, and medians count: a disturbance of one measurement decides nothing.
         """
-        own: dict[str, list[float]] = {name: [] for name in names}
+        own: dict[str, list[CallSeconds]] = {name: [] for name in names}
         for name in [*names] * _ROUNDS:
-            own[name].append(device_seconds(partial(run, name), self._device))
+            own[name].append(call_seconds(partial(run, name), self._device))
             self._channel.raise_fault()
         of_ranks = self._channel.group.gather(lambda: own)
-        slowest = {name: [max(times) for times in zip(*(of[name] for of in of_ranks), strict=True)] for name in names}
-        return {name: statistics.median(times) for name, times in slowest.items()}
+
+        def median(name: str, of: Callable[[CallSeconds], float]) -> float:
+            rounds = zip(*(times[name] for times in of_ranks), strict=True)
+            return statistics.median(max(map(of, of_round)) for of_round in rounds)
+
+        return {name: CallSeconds(median(name, lambda one: one.device), median(name, lambda one: one.host)) for name in names}
 
     def _log(self, schedule: str, shape: Shape, why: str) -> None:
         """Once for each choice, on rank 0."""

@@ -13,9 +13,12 @@ from torch import Tensor
 from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
-from dlrm_fused.ops.schedules import Kind, Pair, Schedule, Task, copies
+from dlrm_fused.ops.schedules import Kind, Pair, Schedule, Task
+from dlrm_fused.ops.schedules.estimate import Size
+from dlrm_fused.ops.schedules.machines import machine_of
 from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import cut
+from dlrm_fused.ops.schedules.rule import copies
 from dlrm_fused.symmetric.launches import aligned
 
 
@@ -23,8 +26,8 @@ class CopiedSums:
     """Calls of one layout. The ranks must divide m, and rows of all matrices have a multiple of 16 bytes."""
 
     def __init__(self, workspace: GemvWorkspace, inputs: Inputs, fingerprint: int) -> None:
-        rows, columns, _ = inputs.shape
-        self._schedule, self._fingerprint = copies(rows // workspace.world_size, columns), fingerprint
+        size = Size(Pair.gemm_all_reduce, workspace.world_size, *inputs.shape, workspace.dtype.itemsize)
+        self._schedule, self._fingerprint = copies(size, machine_of(workspace.gpu)), fingerprint
 
     def __call__(self, workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
         """Return the sum over ranks [m, N], plus bias and residual, an ordinary tensor. One epoch."""

@@ -28,6 +28,7 @@ from dlrm_fused.symmetric.device import (
     REFUSED,
     REFUSED_OFFSET,
     fault_kind,
+    look_at,
     must_stop,
     next_epoch,
     peer_pointer,
@@ -137,7 +138,7 @@ def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def poll(channel, word):
-    """Look at a word that never becomes 1 as often as :func:`_receive` would: the fastest of the waits here."""
+    """Look at a word that never becomes 1 as often as :func:`_receive` would: the fastest of the waits here. One warp."""
     seen = tl.load(word, volatile=True)
     done = tl.zeros((), tl.int64)
     while (seen != 1) & (done < channel.poll_limit):
@@ -199,14 +200,14 @@ def _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch
     """Compare with what the others take the call to be: with other shapes their words would never come."""
     for i in tl.static_range(1, channel.world):
         peer = (channel.rank + i) % channel.world + tl.zeros((), tl.int64)
-        word = tl.load(receive_buffer + handshake + peer, volatile=True)
+        word = look_at(receive_buffer + handshake + peer)
         refused = tl.zeros((), tl.int1)
         polls = tl.zeros((), tl.int64)
         while (((word >> 32) & _LOW) != tag) & (polls < channel.poll_limit):
-            word = tl.load(receive_buffer + handshake + peer, volatile=True)
+            word = look_at(receive_buffer + handshake + peer)
             polls += 1
             if polls % _STOP_CHECK == 0:
-                refused = (tl.load(channel.flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
+                refused = (look_at(channel.flags + peer) & _LOW) == REFUSED_OFFSET
                 polls = tl.where(must_stop(channel) | refused, channel.poll_limit, polls)
         if refused:
             report_fault(channel, REFUSED, peer, epoch, READY)

@@ -21,5 +21,4 @@ from dlrm_fused.ops.schedules.schedule import SCHEDULES as SCHEDULES
 from dlrm_fused.ops.schedules.schedule import Mover as Mover
 from dlrm_fused.ops.schedules.schedule import Pair as Pair
 from dlrm_fused.ops.schedules.schedule import Schedule as Schedule
-from dlrm_fused.ops.schedules.schedule import copies as copies
 from dlrm_fused.ops.schedules.schedule import sums_beside as sums_beside

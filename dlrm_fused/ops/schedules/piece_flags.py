@@ -29,6 +29,7 @@ from dlrm_fused.symmetric.device import (
     REFUSED_OFFSET,
     begin,
     fault_kind,
+    look_at,
     must_stop,
     next_epoch,
     peer_pointer,
@@ -90,7 +91,7 @@ def begin_epoch(channel, counter):
 @triton.jit
 def tell_call(channel, pieces, epoch, fingerprint):
     """Tell all peers that this rank begins an epoch, and with which call."""
-    if tl.load(channel.state + FAULT, volatile=True) == 0:
+    if look_at(channel.state + FAULT) == 0:
         for i in tl.static_range(1, channel.world):
             flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
             # Plain stores suffice for a word that says all by itself, and need no answer from the peer.
@@ -121,7 +122,7 @@ def wait_for_calls(channel, pieces, epoch, fingerprint):
 
 @triton.jit
 def _has_refused(channel, source, epoch):
-    return tl.atomic_add(channel.flags + source, 0, sem="relaxed", scope="sys") == (epoch << 32) + REFUSED_OFFSET
+    return look_at(channel.flags + source) == (epoch << 32) + REFUSED_OFFSET
 
 
 @triton.jit

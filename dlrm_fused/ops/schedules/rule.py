@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, Timeline, estimate
+from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, Timeline, estimate, product_us
 from dlrm_fused.ops.schedules.machines import Machine
+from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_beside
 
 # Calls repeat a few shapes, step after step, and estimates take longer than a call's launches.
@@ -28,6 +29,28 @@ def space_of(size: Size) -> tuple[str, ...]:
 def schedule_of(size: Size, name: str) -> Schedule:
     """The schedule of a name, for a call of this size."""
     return sums_beside(size.rows, size.columns) if name == "sums_beside" else SCHEDULES[name]
+
+
+# Into which a shard of a sum is cut that copy engines take to who adds it up, and back.
+_COPIES = ("chunks", "chunks_2", "chunks_4")
+
+
+@functools.lru_cache(maxsize=_KEPT_CHOICES)
+def copies(size: Size, machine: Machine) -> Schedule:
+    """Return the schedule by copy engines of an all-reduce: in the pieces that take least.
+
+    Small pieces leave multiprocessors idle, large ones travel when nothing is multiplied any more: the last one's sums, and of
+    a single piece the products, too.
+    """
+
+    def microseconds(name: str) -> float:
+        bounds = cut(size.shard_rows, SCHEDULES[name].parts)
+        count, rows = len(bounds), max(last - first for first, last in bounds)
+        of_piece = product_us(rows, size.columns, size.depth, machine)[0] + machine.mark_us + machine.wait_us
+        travel = (size.ranks - 1) * rows * size.columns * size.element_bytes / machine.peer_copies / 1e3
+        return count * size.ranks * of_piece + (2 if count == 1 else 1) * travel
+
+    return SCHEDULES[min(_COPIES, key=microseconds)]
 
 
 def estimates(size: Size, machine: Machine) -> dict[str, Timeline]:

@@ -71,14 +71,6 @@ SCHEDULES = {schedule.name: schedule for schedule in _ALL}
 _SUMMED_ELEMENTS = 8 << 20
 _MOST_SUMS = 4
 MOST_PIECES = max(len(schedule.parts) for schedule in _ALL)  # from one rank to another
-# Elements of a rank's shard of a sum from which on it is cut into 2 and into 4 pieces, so that its products still fill a GPU.
-_IN_TWO, _IN_FOUR = 2 << 20, 8 << 20
-
-
-def copies(shard_rows: int, columns: int) -> Schedule:
-    """Return the schedule by copy engines, in as many pieces as suit the shard of a sum of this size."""
-    elements = shard_rows * columns
-    return SCHEDULES["chunks_4" if elements >= _IN_FOUR else "chunks_2" if elements >= _IN_TWO else "chunks"]
 
 
 def sums_beside(rows: int, columns: int) -> Schedule:

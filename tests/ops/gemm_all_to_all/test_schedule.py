@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from dlrm_fused.auto_choice import CallSeconds
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
 from dlrm_fused.ops.common.gpus import GPUS, H100
 from dlrm_fused.ops.common.recorded import MEASURED_ON, recorded_schedules, recorded_tiles
-from dlrm_fused.ops.common.schedules import Schedules
+from dlrm_fused.ops.common.schedules import Choice, Schedules
 from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all, tuning
 from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule, schedule_of
 from dlrm_fused.symmetric import symmetric_group
@@ -37,7 +38,7 @@ def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule() -> N
     workspace = workspace_on(MEASURED_ON)
     assert schedule_of(workspace, *shape) == "kernel"
     assert schedule_of(workspace, 4096, 4096, 4096) == "chunks"
-    workspace.schedules.measured_here[shape] = "library"
+    workspace.schedules.measured_here[shape] = Choice("library", "library")
     assert schedule_of(workspace, *shape) == "library"
 
 
@@ -62,10 +63,10 @@ class Clock:
     def __init__(self, *milliseconds: float) -> None:
         self.milliseconds, self.asked = milliseconds, 0
 
-    def __call__(self, run: Any, device: torch.device) -> float:
+    def __call__(self, run: Any, device: torch.device) -> CallSeconds:
         run()
         self.asked += 1
-        return self.milliseconds[(self.asked - 1) % len(self.milliseconds)] / 1e3
+        return CallSeconds(self.milliseconds[(self.asked - 1) % len(self.milliseconds)] / 1e3, 0.0)
 
 
 def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, str], int, list[str], float]:
@@ -78,7 +79,7 @@ def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, st
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     rank = Rank.from_environment()
-    clock = schedules.device_seconds = clocks[rank.index]  # type: ignore[assignment]
+    clock = schedules.call_seconds = clocks[rank.index]  # type: ignore[assignment]
     Schedules._can_measure = lambda self: not is_capturing  # type: ignore[method-assign]
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
@@ -108,11 +109,11 @@ def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, st
 def test_auto_takes_what_is_fastest_on_the_slowest_rank(clocks: list[Clock], fastest: str) -> None:
     first, second = run_ranks(2, calls_by_auto, clocks, False)
     for chosen, asked, _, error in (first, second):
-        assert chosen == {(24, 72, 40): fastest, (12, 80, 40): fastest}
+        assert chosen == dict.fromkeys([(24, 72, 40), (12, 80, 40)], Choice(fastest, fastest))
         assert asked == 2 * 4 * schedules._ROUNDS, "each shape is measured once"
         assert error < 1e-4
     assert len(first[2]) == 2
-    assert f"schedule {fastest} for x [24, 40] and weight [72, 40] (measured: kernel " in first[2][0]
+    assert f"schedule {fastest} for x [24, 40] and weight [72, 40] (in graphs {fastest}; measured: kernel " in first[2][0]
     assert not second[2]
 
 

@@ -21,7 +21,7 @@ from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
-from dlrm_fused.ops.schedules import schedule
+from dlrm_fused.ops.schedules import rule, schedule
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import cpu_group, run_ranks
@@ -196,7 +196,7 @@ def test_products_go_to_the_ranks_that_add_them_up(schedule: str, ranks: int) ->
 
 
 def shards_in_pieces() -> None:
-    schedule._IN_TWO, schedule._IN_FOUR = 500, 1000
+    rule._COPIES = ("chunks_4",)
 
 
 def test_pieces_of_a_shard_travel_while_the_next_are_multiplied() -> None:
