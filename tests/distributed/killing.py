@@ -80,7 +80,10 @@ def assert_checkpoints_are_complete(run: Path) -> None:
 
 def assert_same_outcome(run: Path, uninterrupted: Path) -> None:
     """Bit by bit: every loss, every evaluation, the summary, and which checkpoints are kept."""
-    assert losses(run) == losses(uninterrupted)
+    found, wanted = losses(run), losses(uninterrupted)
+    differing = [step for step in sorted(found.keys() | wanted.keys()) if found.get(step) != wanted.get(step)]
+    of_first = {step: (found.get(step), wanted.get(step)) for step in differing[:3]}
+    assert not differing, f"{len(differing)} of {len(wanted)} losses differ, first: {of_first}"
     for kind in ("evaluation", "final_evaluation"):
         assert metrics(run, kind) == metrics(uninterrupted, kind)
     outcome, expected = ({k: v for k, v in summary(r).items() if k not in TIMES} for r in (run, uninterrupted))
