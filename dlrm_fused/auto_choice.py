@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,22 +77,21 @@ def call_seconds(run: Callable[[], object], device: torch.device) -> CallSeconds
     """Measure one run, which may be collective."""
     if device.type != "cuda":
         return CallSeconds(_mean_seconds(run, device), 0.0)
-    for _ in range(_WARMUP_RUNS):  # the last tells how long the host takes
+    host_seconds = math.inf
+    for _ in range(_WARMUP_RUNS):
         _synchronize(device)
         begin = time.perf_counter()
         run()
-        host_seconds = time.perf_counter() - begin
+        host_seconds = min(host_seconds, time.perf_counter() - begin)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     sleep_on_device(min(2 * _MEASURED_RUNS * host_seconds, _LONGEST_SLEEP_SECONDS))  # meanwhile the host gets ahead
     run()  # ranks sleep for different times, and a collective run ends on all of them together
     start.record()
-    begin = time.perf_counter()
     for _ in range(_MEASURED_RUNS):
         run()
-    host_seconds = time.perf_counter() - begin
     end.record()
     end.synchronize()
-    return CallSeconds(start.elapsed_time(end) / 1e3 / _MEASURED_RUNS, host_seconds / _MEASURED_RUNS)
+    return CallSeconds(start.elapsed_time(end) / 1e3 / _MEASURED_RUNS, host_seconds)
 
 
 def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:

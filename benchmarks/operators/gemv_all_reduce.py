@@ -28,7 +28,7 @@ from benchmarks.operators.products import (
     workspace_for,
 )
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
-from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, CHUNKS, COPIES, KERNEL, PRODUCT, SCATTER
+from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, COPIES, KERNEL, PRODUCT, SCATTER
 
 # N and K: of attention outputs and second feed-forward matrices of common Transformers.
 SHAPES = ((1024, 4096), (2048, 8192), (4096, 16384), (5120, 13824), (8192, 8192), (8192, 28672))
@@ -101,15 +101,11 @@ class GemvCase(ProductCase):
     def multiply(self, number: int, schedule: str = "auto") -> Tensor:
         return gemv_all_reduce(self.workspace, *self.operands[number], schedule=schedule)[0]
 
-    @torch.no_grad()
-    def other_schedules(self) -> list[str]:
-        """Return the schedules that auto does not take here; it has measured, unless a table or the number of rows says."""
+    def schedules(self) -> Sequence[str]:
+        """Return the schedules among which auto chooses, but for the library's."""
         if self.world.device.type != "cuda":
-            return []
-        self.multiply(0)
-        taken = self.workspace.schedules.known((self.cell.m, self.cell.n, self.cell.depth(self.world.size)))
-        own = (CHUNKS, SCATTER, COPIES) if self.cell.is_large else (KERNEL, PRODUCT)
-        return [schedule for schedule in own if schedule != taken]
+            return ()
+        return (CHUNKS, SCATTER, COPIES) if self.cell.is_large else (KERNEL, PRODUCT)
 
     def contestants(self, stage: str) -> dict[str, Multiply]:
         def nccl(number: int) -> Tensor:
@@ -117,7 +113,7 @@ class GemvCase(ProductCase):
             dist.all_reduce(out)
             return out
 
-        others = {schedule: partial(self.multiply, schedule=schedule) for schedule in self.other_schedules()}
+        others = {schedule: partial(self.multiply, schedule=schedule) for schedule in self.schedules()}
         return {"fused": self.multiply, **others, "nccl": nccl, **self.symmetric(), "gemm": lambda i: linear(*self.operands[i])}
 
     def symmetric(self) -> dict[str, Multiply]:
@@ -191,25 +187,29 @@ def cells_of(*rows: int) -> list[Cell]:
 # Shapes of the stress test: (m, N, K); K of all ranks together is K times their number.
 STRESSED = (
     *((1, 1024, 1024), (2, 8192, 2048), (5, 2048, 2048), (16, 4096, 4096), (33, 5120, 3456), (64, 8192, 2048)),
-    (300, 1024, 512),
+    (312, 1024, 512),
 )
 STRESSED_TINY = ((1, 16, 16), (3, 32, 24), (72, 16, 16))
 
 
 def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
-    """Several works of each shape with other operands, so that a result of another call is seen. Collective."""
+    """Several works of each shape with other operands, so that a result of another call is seen. Collective.
+
+    Each has a schedule of its own, with and without a graph: what auto takes in a graph may be rounded elsewhere than what it
+    takes without.
+    """
     cells = [Cell(m, n, k * world.size) for m, n, k in (STRESSED_TINY if tiny else STRESSED)]
     workspace = workspace_for(GemvWorkspace, world, cells, "stress")
-    return [stressed(world, workspace, cell, i + j) for i, cell in enumerate(cells) for j in range(2 if tiny else 3)]
+    ways = itertools.chain.from_iterable(
+        itertools.product([cell], (CHUNKS, SCATTER, COPIES) if cell.is_large else (KERNEL, PRODUCT), (True, False))
+        for cell in cells
+    )
+    return [stressed(world, workspace, *way, number) for number, way in enumerate(ways)]
 
 
-def stressed(world: World, workspace: GemvWorkspace, cell: Cell, number: int) -> stress.Work:
-    """One product with what follows it, by its number: nothing; bias and residual, without a graph; these and a norm.
-
-    Those of many rows have a schedule each: what auto takes in a graph may be rounded elsewhere than what it takes without.
-    """
+def stressed(world: World, workspace: GemvWorkspace, cell: Cell, schedule: str, in_graph: bool, number: int) -> stress.Work:
+    """One product with what follows it, by its number: nothing; bias and residual; these and a norm."""
     depth, followed = cell.depth(world.size), number % 3
-    schedule = (CHUNKS, SCATTER, COPIES)[followed] if cell.is_large else AUTO
     ((x, weight),) = draw_operands(world, cell.m, cell.n, depth, seed=number, whole_depth=cell.k)
     generator = torch.Generator().manual_seed(number)
     shapes = ((cell.n,), (cell.m, cell.n), (cell.n,))
@@ -248,7 +248,6 @@ def stressed(world: World, workspace: GemvWorkspace, cell: Cell, number: int) ->
         "with_norm": gain is not None,
         "schedule": schedule,
     }
-    in_graph = followed != 1
     return stress.Work(cell.name, workspace, compute, check, description, in_graph, tolerance_to_one_host=tolerance)
 
 

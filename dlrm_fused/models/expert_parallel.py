@@ -16,6 +16,7 @@ from dlrm_fused.models.fused_communication import compute_dtype, decline, reacha
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer_with_slots, reference
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
+from dlrm_fused.symmetric.device import uses_kernels
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,12 @@ def choose_computations(
     baseline = ExpertComputation(group, activation=activation)
     if group is None or config.comm is Comm.baseline:
         return [baseline] * layers
-    if device.type == "cuda" and config.training.precision is Precision.fp32:
-        # Triton multiplies fp32 without tensor cores, in ten times the library's time.
-        decline(
-            config, "experts", "training.precision=fp32, for which the kernels are slow on GPUs; with tf32 or bf16 they run"
-        )
+    if device.type == "cuda" and uses_kernels(device) and config.training.precision is Precision.fp32:
+        # Triton multiplies fp32 without tensor cores, in ten times the library's time: nothing has to be measured.
+        if config.comm is Comm.fused:
+            decline(
+                config, "experts", "training.precision=fp32, for which kernels are slow on GPUs; with tf32 or bf16 they run"
+            )
         return [baseline] * layers
     memory = reachable_memory(config, group, device, "experts")
     if memory is None:

@@ -137,13 +137,19 @@ def make_calls(group: Any) -> None:
     """Make calls of many layouts, and each of them twice."""
     sums = GemvWorkspace(group, name="sums", max_columns=64, max_rows=256, dtype=HALF)
     for rows, columns, depth, at, schedule in itertools.product(
-        (1, 3, 64, 128), (64, 16), (64, 16), (0, 1), ("auto", "scatter")
+        (1, 3, 64, 128), (64, 16), (64, 16), (0, 1), ("auto", "scatter", "copies")
     ):
-        if schedule == "scatter" and rows <= 64:
+        if schedule != "auto" and rows <= 64:
             continue
         operands = tensor(rows, depth, at=at), tensor(columns, depth), tensor(columns, at=at), tensor(rows, columns)
         for norm_weight in (None, tensor(columns, at=at)):
             gemv_all_reduce(sums, *operands, norm_weight, schedule=schedule)
+    in_fp32 = GemvWorkspace(group, name="sums in fp32", max_columns=64, max_rows=256, dtype=torch.float32)
+    for precision in ("highest", "high"):  # "high" lets kernels multiply in TF32
+        torch.set_float32_matmul_precision(precision)
+        for schedule in ("scatter", "copies"):
+            operands = tensor(128, 64, dtype=torch.float32), tensor(64, 64, dtype=torch.float32)
+            gemv_all_reduce(in_fp32, *operands, schedule=schedule)
     products = GemmWorkspace(group, name="products", max_rows=512, max_columns=64, dtype=HALF)
     for rows, columns, depth, at in itertools.product((2, 256), (64, 16), (64, 8), (0, 1)):
         gemm_all_to_all(products, tensor(rows, depth, at=at), tensor(columns, depth, at=at), schedule="kernel")

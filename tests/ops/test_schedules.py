@@ -15,7 +15,9 @@ from dlrm_fused.auto_choice import CallSeconds
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
 from dlrm_fused.ops.common.recorded import recorded_schedules
-from dlrm_fused.ops.common.schedules import Schedules
+from dlrm_fused.ops.common.schedules import Choice, Schedules
+from dlrm_fused.ops.gemv_all_reduce import op as gemv
+from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
 
 SHAPE, OTHER = (1024, 512, 256), (8, 512, 256)
 NAMES = ("kernel", "library")
@@ -125,6 +127,18 @@ def test_nothing_is_measured_while_a_graph_is_captured_but_later(gpu: dict[str, 
     assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "kernel"
     gpu["capturing"] = False
     assert choice.choose(OTHER, NAMES, {"kernel": 0.001, "library": 0.001}.__getitem__, rule=lambda: "kernel") == "library"
+
+
+def test_what_graphs_take_has_run_with_a_layout_before_one_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shape that another layout has measured: in a capture no kernel may be compiled."""
+    ran: list[str] = []
+    monkeypatch.setattr(gemv, "choose_schedule", lambda *_: "chunks")
+    monkeypatch.setattr(gemv, "_call_of", lambda schedule, *_: lambda *_: ran.append(schedule))
+    workspace: Any = SimpleNamespace(schedules=SimpleNamespace(measured_here={(66, 8, 4): Choice("chunks", "copies")}))
+    inputs, call = Inputs(torch.empty(66, 4), torch.empty(8, 4), None, None, None, 1e-6), gemv.AutoCall()
+    for _ in range(2):
+        call(workspace, inputs)
+    assert ran == ["copies", "chunks", "chunks"]
 
 
 def test_a_fault_ends_the_measurement() -> None:

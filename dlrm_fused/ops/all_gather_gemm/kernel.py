@@ -432,14 +432,15 @@ def multiply_and_add(
     multiplied = epoch.ends[chosen.stop - 1] - (epoch.ends[chosen.start - 1] if chosen.start else 0)
     tiles = tiles_of_pieces(multiplied, columns, depth, x.element_size(), gpu_of(x.device), added=1.0)
     count = tiles.count(multiplied, columns)
+    constants = tile_constants(tiles, x.dtype)
     epoch.channel.launches(
-        (layout_of(x, weight, out, received, *summands), tiles, epoch.ends, is_transposed),
+        (layout_of(x, weight, out, received, *summands), epoch.ends, is_transposed, tuple(constants.values())),
         adding_gemm_kernel, (programs_of(x.device, count, tiles),),
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received.view(-1, columns), tiles), Summands(*(out if one is None else one for one in summands)),
         rows, columns, depth, chosen.start, chosen.stop, *epoch.args,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_ASYNC_PROXY=has_async_proxy(x.device),
-        TRANSPOSED=is_transposed, **tile_constants(tiles, x.dtype),
+        TRANSPOSED=is_transposed, **constants,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class Schedules:
         return choice.launched if choice else self._recorded.get(shape)
 
     def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: Callable[[], str]) -> str:
-        """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
+        """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike, if all capture it or none.
 
         A shape that nobody has measured is measured now, on GPUs and outside of a CUDA graph's capture. The host then waits
         for the device.

@@ -63,7 +63,8 @@ def gemv_all_reduce(
         norm_eps: added to the mean of squares.
         schedule: ``kernel``, or of 16 bits ``product``, for up to 64 rows on GPUs; ``chunks``, ``scatter`` or ``copies``, for
             more; ``library``; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call
-            with a shape. For up to 64 rows it does not take ``library``, which rounds more often.
+            with a shape. For up to 64 rows it does not take ``library``, which rounds more often. In a CUDA graph it may take
+            another than without: all ranks capture a call, or none.
             Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
@@ -136,7 +137,11 @@ class AutoCall:
                 self._calls[schedule] = _call_of(schedule, workspace, inputs)
             return self._calls[schedule](workspace, inputs)
 
-        return run(choose_schedule(workspace, inputs.shape, run))
+        schedule = choose_schedule(workspace, inputs.shape, run)
+        choice = None if self._calls else workspace.schedules.measured_here.get(inputs.shape)
+        if choice and choice.captured != schedule:
+            run(choice.captured)  # measured with another layout: kernels shall not be compiled in a capture
+        return run(schedule)
 
 
 _SUMS: dict[str, Callable[..., Callable[[GemvWorkspace, Inputs], Tensor]]] = {

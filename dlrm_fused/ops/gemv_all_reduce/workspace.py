@@ -67,7 +67,7 @@ class GemvWorkspace(MatrixWorkspace):
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
-                1.5 kB * (ranks + 3) * max_columns, for more of them three times the result besides.
+                1.5 kB * (ranks + 3) * max_columns, for more of them four times the result besides.
             measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
 
         Raises:
