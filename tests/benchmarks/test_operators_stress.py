@@ -82,7 +82,7 @@ def _stress_with_a_rare_mistake(operator: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("operator", ON_THE_CPU)
 def test_one_element_that_differs_once_is_seen(operator: str, tmp_path: Path) -> None:
-    ended, report = run(tmp_path, 2, operator, "--replays", "120", "--seed", "3", program=_stress_with_a_rare_mistake)
+    ended, report = run(tmp_path, 2, operator, "--replays", "240", "--seed", "3", program=_stress_with_a_rare_mistake)
     assert ended.statuses == [1, 1], ended.output
     assert report["passed"] is False
     assert sum(work["elements_that_differ"] for work in report["works"]) == 1
