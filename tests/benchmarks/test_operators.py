@@ -327,7 +327,7 @@ class _NoGpu:
 
 
 def test_nothing_is_launched_while_kernels_are_collected() -> None:
-    """What has been launched before would compute with what the others, which are not launched, leave in memory."""
+    """A remembered launch would compute on memory that earlier kernels, which are not launched now, have not written."""
     run: list[int] = []
     compiled = {(1,): lambda number: run.append(number), (1, 1, 1): lambda number: run.append(number)}
     kernel = MagicMock(arg_names=["number"])

@@ -45,7 +45,7 @@ class Products(common.Products):
         return self.operands(rows * self.group.world_size, columns, depth, seed)
 
     def check(self, result: Tensor, x: Tensor, weight: Tensor) -> None:
-        """That it is the product, in fp64, after an All-to-All."""
+        """Compare with an fp64 product followed by an All-to-All."""
         self.workspace.raise_fault()
         product = x.double() @ weight.double().T
         right = torch.empty_like(product)

@@ -84,7 +84,7 @@ class Sums:
 
 
 def sums(group: SymmetricGroup, dtype: torch.dtype) -> None:
-    """Of few rows, with all that may follow, of even and odd sizes; ranks are late at random."""
+    """Sums of few rows, with all that may follow, of even and odd sizes; ranks are late at random."""
     products, late = Sums(group, dtype), random.Random(group.rank)
     for seed, (rows, columns, depth) in enumerate(
         [(1, COLUMNS, DEPTH), (7, COLUMNS - 3, DEPTH - 5), (33, COLUMNS // 2, DEPTH)]

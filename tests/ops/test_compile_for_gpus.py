@@ -116,7 +116,7 @@ OF_ONE_WARP = {"poll"}
 
 
 class NoGpu:
-    """What Triton asks of a driver before it compiles."""
+    """A driver that answers what Triton asks before it compiles."""
 
     def __init__(self, of: Architecture) -> None:
         self._of = of

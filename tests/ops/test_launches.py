@@ -32,7 +32,7 @@ HALF = torch.bfloat16
 
 
 class Gpu:
-    """What Triton asks of a driver before it compiles."""
+    """A driver that answers what Triton asks before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

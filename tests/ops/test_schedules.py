@@ -1,4 +1,4 @@
-"""What ``auto`` takes of several schedules: from a table, by a measurement on all ranks, or by a rule."""
+"""``auto`` takes one of several schedules: from a table, by a measurement on all ranks, or by a rule."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_nothing_is_measured_while_a_graph_is_captured_but_later(gpu: dict[str, 
 
 
 def test_what_graphs_take_has_run_with_a_layout_before_one_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a shape that another layout has measured: in a capture no kernel may be compiled."""
+    """Another layout has measured this shape already: in a capture no kernel may be compiled."""
     ran: list[str] = []
     monkeypatch.setattr(gemv, "choose_schedule", lambda *_: "chunks")
     monkeypatch.setattr(gemv, "_call_of", lambda schedule, *_: lambda *_: ran.append(schedule))

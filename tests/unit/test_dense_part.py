@@ -1,4 +1,4 @@
-"""What is compiled for training."""
+"""The dense part is compiled for training."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def products(plan: Plan) -> list[tuple[int, Piece]]:
 
 
 def rows_of(pieces: Iterable[Piece], shift: int) -> list[int]:
-    """Of a peer's shard, in order, as often as they are dealt with."""
+    """Return the rows of a peer's shard that pieces cover, in order, each as often as it is covered."""
     own = [piece for piece in pieces if piece.shift == shift]
     return sorted(row for piece in own for row in range(piece.first, piece.last))
 
@@ -167,7 +167,7 @@ def test_all_links_are_busy_from_the_start(pair: Pair, schedule: Schedule) -> No
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("pair", "schedule"), PLANS, ids=ids)
 def test_destinations_of_different_ranks_are_different(pair: Pair, schedule: Schedule, ranks: int) -> None:
-    """What is sent with one shift by all ranks reaches each of them once."""
+    """Messages that all ranks send with one shift reach each rank once."""
     for _, task in tasks(make_plan(pair, schedule, ranks, 1024), Kind.move):
         (piece,) = task.pieces
         assert {(rank + piece.shift) % ranks for rank in range(ranks)} == set(range(ranks))

@@ -70,7 +70,7 @@ class Clock:
 
 
 def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, str], int, list[str], float]:
-    """What was chosen, how often the clock was asked, the log, and the largest error of the results."""
+    """Return what was chosen, how often the clock was asked, the log, and the largest error of the results."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
