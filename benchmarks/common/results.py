@@ -36,10 +36,10 @@ def _text(value: Any, depth: int) -> str:
         # json.dumps makes text of a key that is a number.
         pairs = (f"{json.dumps({key: 0})[1:-4]}:{_text(entry, depth - 1)}" for key, entry in value.items())
         return "{\n" + ",\n".join(pairs) + "\n}"
-    if depth and isinstance(value, list) and _has_records(value, depth):
+    if depth and isinstance(value, (list, tuple)) and _has_records(value, depth):
         return "[\n" + ",\n".join(_text(entry, depth - 1) for entry in value) + "\n]"
     return json.dumps(value, separators=(",", ":"))
 
 
 def _has_records(values: Iterable[Any], depth: int) -> bool:
-    return depth == _DEPTH or any(isinstance(value, (dict, list)) for value in values)
+    return depth == _DEPTH or any(isinstance(value, (dict, list, tuple)) for value in values)

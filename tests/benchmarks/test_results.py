@@ -40,6 +40,11 @@ def test_each_record_has_a_line_and_a_list_of_numbers_has_one() -> None:
     ]
 
 
+def test_tuples_are_written_as_the_lists_that_are_read_again() -> None:
+    content = {"hosts": ((0, 1),), "cells": [{"us": (1.5, 2)}]}
+    assert as_json(content) == as_json(json.loads(as_json(content)))
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: str(path.relative_to(ROOT / "benchmarks/results")))
 def test_recorded_results_are_in_that_form(path: Path) -> None:
     assert path.read_text() == as_json(json.loads(path.read_text()))
