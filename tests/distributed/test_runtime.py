@@ -28,19 +28,18 @@ from dlrm_fused.training.runtime import (
 from tests.distributed.launch import Ended, run_program, run_ranks
 
 CPU = torch.device("cpu")
-PEER_TIMEOUT_SECONDS = 2.0
 # Longer than a busy machine keeps a thread waiting: a store that does not answer has an error of its own.
-LONG_PEER_TIMEOUT_SECONDS = 5.0
+PEER_TIMEOUT_SECONDS = 5.0
 Work = Callable[[Rank], None]
 
 
-def run(folder: Path, work: Work, ranks: int = 2, peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS) -> Ended:
-    return run_program(ranks, folder, 120, together, work, peer_timeout_seconds)
+def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
+    return run_program(ranks, folder, 120, together, work)
 
 
-def together(work: Work, peer_timeout_seconds: float) -> None:
+def together(work: Work) -> None:
     def in_group(rank: Rank, error_store: ErrorStore) -> None:
-        with Watchdog(rank, error_store, peer_timeout_seconds) as watchdog, process_group(rank, CPU):
+        with Watchdog(rank, error_store, PEER_TIMEOUT_SECONDS) as watchdog, process_group(rank, CPU):
             watchdog.peers_have_joined()
             work(rank)
 
@@ -131,7 +130,7 @@ def hang_on_rank_1(rank: Rank) -> None:
 
 def test_a_rank_without_signs_of_life_is_named(tmp_path):
     """It is stopped, so its connections are open, and nobody else would notice."""
-    ended = run(tmp_path, hang_on_rank_1, peer_timeout_seconds=LONG_PEER_TIMEOUT_SECONDS)
+    ended = run(tmp_path, hang_on_rank_1)
     assert ended.statuses == [1, -signal.SIGKILL]
     expected = (
         rf"rank 0 ERROR rank 1 on {os.uname().nodename} has given no sign of life for 5 s \(runtime.peer_timeout_seconds\)"
@@ -143,7 +142,7 @@ def pause(_: Rank) -> None:
     time.sleep(2)  # all ranks have given a sign of life
     process = os.getpid()
     if os.fork() == 0:
-        time.sleep(LONG_PEER_TIMEOUT_SECONDS + 2)
+        time.sleep(PEER_TIMEOUT_SECONDS + 2)
         os.kill(process, signal.SIGCONT)
         os._exit(0)
     os.kill(process, signal.SIGSTOP)
@@ -151,14 +150,14 @@ def pause(_: Rank) -> None:
 
 
 def test_a_pause_of_all_ranks_is_not_taken_for_a_loss(tmp_path):
-    ended = run(tmp_path, pause, peer_timeout_seconds=LONG_PEER_TIMEOUT_SECONDS)
+    ended = run(tmp_path, pause)
     assert ended.statuses == [0, 0], ended.output
     assert ended.output == ""
 
 
 def end_early_on_rank_0(rank: Rank) -> None:
     if rank.index == 1:
-        time.sleep(3 * PEER_TIMEOUT_SECONDS)
+        time.sleep(PEER_TIMEOUT_SECONDS + 2)
 
 
 def test_a_rank_that_is_done_is_not_missed(tmp_path):
