@@ -61,15 +61,18 @@ class BlockPool:
         # Leases end in any thread and at any moment, even within take(): what they do is one append, which needs no lock.
         self._returned: deque[_Block] = deque()
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def take(self, shape: Sequence[int], dtype: torch.dtype, size: int = 0) -> Tensor | None:
         """Return a contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
 
         The block is free again when the tensor's storage is freed, that is when no view of it and no autograd graph holds it
         any more. On a GPU, work of the current stream may use it at once: the stream is made to wait for other streams
         that used the block before. As with any tensor, work of *another* stream than that of the take or the release has to
         be waited for by the caller before the release. A block taken while a CUDA graph is captured is the graph's for ever.
+
+        Args:
+            size: bytes of the block at least. Blocks of one size leave no gaps in which another would not fit.
         """
-        size = round_up(max(1, math.prod(shape) * dtype.itemsize))
+        size = round_up(max(1, size, math.prod(shape) * dtype.itemsize))
         with self._lock:
             self._collect()
             block = self._cut(size)
@@ -101,9 +104,9 @@ class BlockPool:
         assert self._spare is not None, f"pool {self.memory.name} was made without a spare block"
         return self._spare
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, size: int = 0) -> Tensor:
         """Return a tensor as :meth:`take` does, but in the spare block if no other is free."""
-        block = self.take(shape, dtype)
+        block = self.take(shape, dtype, size)
         if block is None:
             block = self.spare[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         return block
@@ -175,7 +178,7 @@ class _Lease:
             self.__array_interface__ = interface
             return
         self.__cuda_array_interface__ = interface
-        self._stream = torch.cuda.current_stream(pool._device)
+        self._stream = torch.cuda.current_stream(pool._device.index)
         self._of_a_graph = torch.cuda.is_current_stream_capturing()
         # A capture begins with a synchronization, so nothing that was returned before is in use any more; to wait for a
         # stream that is not captured would be an error.
@@ -189,7 +192,7 @@ class _Lease:
         streams: Streams = frozenset()
         if self._stream is not None:
             # Used by the stream that took it, and freed after its last use in the one that is current now.
-            streams = frozenset({self._stream, torch.cuda.current_stream(self._pool._device)})
+            streams = frozenset({self._stream, torch.cuda.current_stream(self._pool._device.index)})
         self._pool._returned.append(_Block(self._block.offset, self._block.size, streams))
 
 

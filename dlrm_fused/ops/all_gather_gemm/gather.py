@@ -45,7 +45,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
         gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
         return Started(x, lambda: gathered)
     ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
-    main = torch.cuda.current_stream(workspace.device) if stream else None
+    main = torch.cuda.current_stream(workspace.device.index) if stream else None
     if stream and main:
         stream.wait_stream(main)
     with torch.cuda.stream(stream) if stream else nullcontext():

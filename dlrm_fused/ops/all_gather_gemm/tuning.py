@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from dlrm_fused.ops.common.gpus import H100, INTERPRETER, Gpu
 from dlrm_fused.ops.gemm_all_to_all import tuning
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
@@ -36,6 +38,15 @@ def tiles_of_pieces(
         added: share of the tiles to which it adds what the peers have sent.
     """
 
+    if tuning.overridden() or element_size != 2:
+        chosen = tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size, gpu)
+    else:
+        chosen = _fastest(rows, columns, depth, gpu, peers, added)
+    return tuning.fitted(chosen, element_size, gpu.shared_memory)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(rows: int, columns: int, depth: int, gpu: Gpu, peers: int, added: float) -> Tiles:
     def time(shape: tuple[Tiles, float, float]) -> float:
         tiles, speed, speed_alone = shape
         rounds = _rounds((1 + peers) * tiles.count(rows, columns), gpu.multiprocessors, tiles.programs, speed / speed_alone)
@@ -43,11 +54,7 @@ def tiles_of_pieces(
             rounds = max(rounds, 2 * speed / speed_alone)
         return rounds * tiles.rows * tiles.columns * (depth + added * _ADDING[tiles.programs]) / speed
 
-    if tuning.overridden() or element_size != 2:
-        chosen = tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size, gpu)
-    else:
-        chosen = min(_SHAPES, key=time)[0]
-    return tuning.fitted(chosen, element_size, gpu.shared_memory)
+    return min(_SHAPES, key=time)[0]
 
 
 def tiles_and_pushers(rows: int, columns: int, depth: int, element_size: int, peers: int, gpu: Gpu) -> tuple[Tiles, int]:

@@ -98,7 +98,7 @@ class MatrixWorkspace(Workspace):
         noticed as by the other schedules: on the CPU now, on GPUs by a later call.
         """
         beside = self.streams.beside
-        main = torch.cuda.current_stream(self.device) if beside else None
+        main = torch.cuda.current_stream(self.device.index) if beside else None
         if beside and main:
             beside.wait_stream(main)
         with torch.cuda.stream(beside) if beside else nullcontext():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 import zlib
@@ -102,7 +103,7 @@ class Workspace:
             raise UsageError(f"workspace={handle}: no such {cls.__name__} in this process; keep it alive as long as it is used")
         return workspace
 
-    def window(self, pool: BlockPool, block: Tensor, *what: object) -> ReceiveWindow:
+    def window(self, pool: BlockPool, block: Tensor, *what: Hashable) -> ReceiveWindow:
         """Return the window of one call, in which this rank receives in a block of a pool; ``what`` is equal on all ranks."""
         return ReceiveWindow(pool.memory, self.channel, pool.offset_of(block), fingerprint_of(*what))
 
@@ -143,7 +144,8 @@ class Workspace:
             channel.raise_fault()
 
 
-def fingerprint_of(*what: object) -> int:
+@functools.lru_cache(maxsize=1024, typed=True)
+def fingerprint_of(*what: Hashable) -> int:
     """Return a checksum, of 31 bits, of what must be equal on all ranks in a call."""
     return zlib.crc32(repr(what).encode()) >> 1
 

@@ -377,7 +377,7 @@ def gemm(
     ranks = out.channel.group.world_size if isinstance(out, ReceiveWindow) else 1
     row_tiles = ranks * ceil_div(rows // ranks, tiles.rows)
     _launch(
-        x, weight[None], out, scale, tiles, row_tiles,
+        x, weight, out, scale, tiles, row_tiles,
         _Rows(GroupArgs(x, x, row_tiles, 1), x, 1, rows // ranks), arrivals,
         GROUPED=False, TRANSPOSED=False,
     )  # fmt: skip
@@ -394,8 +394,8 @@ def _launch(
     arrivals: Arrivals | None = None,
     **constants: bool,
 ) -> None:
-    """x times weight [G, N, K], by so many rows of tiles."""
-    depth, columns = x.shape[1], weight.shape[2 if constants["TRANSPOSED"] else 1]
+    """x times weight [G, N, K], or one weight [N, K], by so many rows of tiles."""
+    depth, columns = x.shape[1], weight.shape[-1 if constants["TRANSPOSED"] else -2]
     pieces = row_tiles * ceil_div(columns, tiles.columns) * tiles.splits
     partials = counts = None
     if tiles.splits > 1:
@@ -405,12 +405,13 @@ def _launch(
     window = out if isinstance(out, ReceiveWindow) else None
     matrix = out if isinstance(out, Tensor) else None
     epilogue = scale, matrix, partials, counts
-    tensors = layout_of(x, weight, scale, matrix, rows.groups.bounds, rows.destinations)
+    tensors = layout_of(x, weight, scale, matrix, *([rows.groups.bounds, rows.destinations] * constants["GROUPED"]))
     layout = tensors, tiles, tuple(constants.values()), _uses_tf32(x.dtype), rows.block_rows
     launches = window.channel.launches if window else launch_again
     launches(
         layout, gemm_kernel, (programs_of(x.device, pieces, tiles),),
-        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
+        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
+        TensorDescriptor(weight, [1, *weight.shape][-3:], [weight.numel(), *weight.stride()][-3:], block),
         Epilogue(*(x if tensor is None else tensor for tensor in epilogue)), *rows, columns, depth,
         window.memory.addresses if window else x, window.offset if window else 0,
         window.channel.args if window else no_channel(x), window.fingerprint if window else 0,

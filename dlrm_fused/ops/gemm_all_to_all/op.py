@@ -145,15 +145,15 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
         return _send_by_library(workspace, x, weight, fingerprint_of(*call))
     if schedule in BY_PIECES and with_kernels and not hosts.are_many:
         return multiply_and_send_chunks(workspace, x, weight, ALL_SCHEDULES[schedule], fingerprint_of(*call))
-    block = blocks.receive((workspace.result_bytes,), torch.uint8)
-    window = workspace.window(blocks, block, *call)
+    result = blocks.receive((rows, columns), workspace.dtype, workspace.result_bytes)
+    window = workspace.window(blocks, result, *call)
     if hosts.are_many:
         _multiply_and_exchange(workspace, x, weight, scale, window)
     elif with_kernels:
         gemm(x, weight, window, scale, arrivals=workspace.arrivals)
     else:
         scatter_rows(_product(x, weight, scale), _destinations(workspace, rows), window, rows_per_rank=rows)
-    return workspace.rows_of(blocks.to_hold(block), rows, columns)
+    return blocks.to_hold(result)
 
 
 def _send_by_library(workspace: GemmWorkspace, x: Tensor, weight: Tensor, fingerprint: int) -> Tensor:
@@ -274,7 +274,7 @@ def _fetch_between_hosts(
 def _fetch_in_host(workspace: GemmWorkspace, gradient: Tensor, weight: Tensor, x_gradient: Tensor) -> tuple[Tensor, Tensor]:
     ranks, rank, (rows, columns) = workspace.world_size, workspace.rank, gradient.shape
     beside = workspace.streams.beside
-    main = torch.cuda.current_stream(workspace.device) if beside else None
+    main = torch.cuda.current_stream(workspace.device.index) if beside else None
     received = workspace.rows_of(workspace.results.spare, rows, columns)
     received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
     destinations = _destinations(workspace, rows).chunk(ranks)

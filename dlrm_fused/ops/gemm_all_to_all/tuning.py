@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from dlrm_fused.ops.common.devices import room_of_program
@@ -15,6 +16,8 @@ _LEAST_DEPTH_OF_PIECE = 2048
 # Tiles are not made smaller than this where shared memory is short: bytes of a row of a step, and columns of a tile.
 _LEAST_STEP_BYTES, _LEAST_COLUMNS = 64, 64
 _BARRIER_BYTES = 256
+# Calls repeat a few shapes, step after step.
+_KEPT_SHAPES = 1024
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,11 @@ def fitted(tiles: Tiles, element_size: int, memory: int) -> Tiles:
     Three stages at least keep loads on their way; then a program has the multiprocessor for itself, and then come shorter
     steps, and narrower tiles. Rows are left, since layouts prescribe them.
     """
-    if _override:
-        return tiles
+    return tiles if _override else _fitted(tiles, element_size, memory)
+
+
+@functools.cache
+def _fitted(tiles: Tiles, element_size: int, memory: int) -> Tiles:
     stages = tiles.stages
     while needed_memory(tiles, element_size) > room_of_program(memory, tiles.programs):
         if tiles.stages > 3:
@@ -125,8 +131,11 @@ def weight_gradient_tiles(element_size: int) -> Tiles:
 
 def tiles_of_product(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Tiles:
     """The tiles for one product [rows, K] x [N, K]^T; ``element_size``: bytes of an element of x."""
-    if _override:
-        return _override
+    return _override or _recorded_or_by_rule(rows, columns, depth, element_size, gpu)
+
+
+@functools.lru_cache(maxsize=_KEPT_SHAPES)
+def _recorded_or_by_rule(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Tiles:
     # Measurements tell how tiles fill multiprocessors: they hold for other GPUs with as many.
     measured = recorded_tiles().get((rows, columns, depth, element_size)) if _is_alike(gpu) else None
     return Tiles(*measured) if measured else _by_rule(rows, columns, depth, element_size, gpu)

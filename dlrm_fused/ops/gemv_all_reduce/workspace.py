@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -38,9 +39,9 @@ class Inputs(NamedTuple):
         """Rows, columns and K of the product."""
         return len(self.x), len(self.weight), self.x.shape[1]
 
-    def fingerprint(self, how: object) -> int:
+    def fingerprint(self, how: Hashable) -> int:
         """Return a checksum, of 31 bits, of what must be equal on all ranks; ``how`` the call is made, too."""
-        given = [tensor is not None for tensor in (self.bias, self.residual, self.norm_weight)]
+        given = tuple(tensor is not None for tensor in (self.bias, self.residual, self.norm_weight))
         return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, how)
 
 

@@ -17,7 +17,7 @@ from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace, check_row
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
-from dlrm_fused.symmetric.launches import aligned
+from dlrm_fused.symmetric.launches import aligned, layout_of
 
 
 def expert_layer(
@@ -68,10 +68,10 @@ def expert_layer_with_slots(
 ) -> tuple[Tensor, Tensor]:
     """:func:`expert_layer`, and int64 [experts]: how many tokens of all ranks have each expert, which every rank is told."""
     inputs = x, experts, gates, w_in, w_out, gradient_scale, workspace.handle
-    if needs_dispatcher():
-        out, slots, *_ = torch.ops.dlrm_fused.expert_layer(*inputs)
-        return out, slots
-    return _ExpertLayer.apply(*inputs)
+    if not needs_dispatcher() and torch.is_grad_enabled() and any(one.requires_grad for one in (x, gates, w_in, w_out)):
+        return _ExpertLayer.apply(*inputs)
+    out, slots, *_ = torch.ops.dlrm_fused.expert_layer(*inputs) if needs_dispatcher() else _forward(*inputs)
+    return out, slots
 
 
 # Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
@@ -94,8 +94,12 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     workspace = ExpertWorkspace.of(handle)
     workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
-        _check_inputs(workspace, x, experts, gates, w_in, w_out)
+    workspace.check_once(
+        layout_of(x, experts, gates, w_in, w_out), lambda: _check_inputs(workspace, x, experts, gates, w_in, w_out)
+    )
+    if not uses_kernels(workspace.device):
+        with abort_peers_on_error(workspace.channel):
+            _check_ids(workspace, experts)
     x, w_in, w_out = aligned(x), aligned(w_in), aligned(w_out)
     steps = workspace.steps
 
@@ -184,8 +188,6 @@ def _check_inputs(workspace: ExpertWorkspace, x: Tensor, experts: Tensor, gates:
             f"{workspace.name}: {tokens} tokens are above max_tokens={workspace.max_tokens} of the workspace; make it with more"
         )
     check_row(workspace.name, "hidden width", hidden, workspace.dtype)
-    if not uses_kernels(workspace.group.device):
-        _check_ids(workspace, experts)
 
 
 def _check_ids(workspace: ExpertWorkspace, experts: Tensor) -> None:

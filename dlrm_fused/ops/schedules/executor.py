@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 
 import torch
 
@@ -23,6 +23,8 @@ class Streams:
         self._device = device
         # A task beside a computation shall not wait for all of its programs.
         self.beside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # By the number of the task that records one: all waits for it are given to streams before it is recorded again.
+        self._events: defaultdict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
 
     def run(self, plan: Plan, actions: Mapping[Kind, Action]) -> None:
         """Start all tasks in their order. The host waits for none of them.
@@ -34,20 +36,24 @@ class Streams:
             for _, task in plan.started:
                 _start(task, actions)
             return
-        main = torch.cuda.current_stream(self._device)
-        events: dict[int, torch.cuda.Event] = {}
-        has_begun_beside = False
-        for number, task in plan.started:
-            stream = main if task.lane is Lane.main else self.beside
-            if stream is self.beside and not has_begun_beside:
-                stream.wait_stream(main)  # what the caller has asked for before comes first
-                has_begun_beside = True
-            for other in task.after:
-                stream.wait_event(events[other])
-            with nullcontext() if stream is main else torch.cuda.stream(stream):
+        main = torch.cuda.current_stream(self._device.index)
+        current, has_begun_beside = main, False
+        try:
+            for number, task in plan.started:
+                stream = main if task.lane is Lane.main else self.beside
+                if stream is not current:
+                    torch.cuda.set_stream(stream)
+                    current = stream
+                if stream is self.beside and not has_begun_beside:
+                    stream.wait_stream(main)  # what the caller has asked for before comes first
+                    has_begun_beside = True
+                for other in task.after:
+                    stream.wait_event(self._events[other])
                 _start(task, actions)
-            if number in plan.awaited:
-                events[number] = stream.record_event()
+                if number in plan.awaited:
+                    self._events[number].record(stream)
+        finally:
+            torch.cuda.set_stream(main)
 
 
 def _start(task: Task, actions: Mapping[Kind, Action]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.device import (
@@ -182,6 +183,7 @@ class PieceFlags:
         self._memory = group.allocate(name, group.world_size * (most + 1) * 8)
         self._stamp = torch.zeros(1, dtype=torch.int64, device=group.device)
         self.args = PieceArgs(self._memory.local.view(torch.int64), self._memory.addresses, self._stamp, most)
+        self._marks: dict[tuple[int, int], Tensor] = {}  # by peer and number: the flag there of a piece of this rank
 
     def begin(self, fingerprint: int) -> None:
         """Meet the peers: they make the same call, and need what came before no more."""
@@ -190,8 +192,11 @@ class PieceFlags:
     def mark(self, peer: int, number: int) -> None:
         """Tell a peer that a piece of this rank has come; behind the copy that moved it."""
         if self._stamp.device.type == "cuda":
-            place = self._channel.group.rank * self.most + number
-            self._memory.peer(peer).view(torch.int64)[place : place + 1].copy_(self._stamp, non_blocking=True)
+            mark = self._marks.get((peer, number))
+            if mark is None:
+                place = self._channel.group.rank * self.most + number
+                mark = self._marks[peer, number] = self._memory.peer(peer).view(torch.int64)[place : place + 1]
+            mark.copy_(self._stamp, non_blocking=True)
         else:
             mark_kernel[(1,)](self.args, self._channel.args, peer, number, num_warps=1)
 
