@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
@@ -148,8 +149,8 @@ def make_calls(group: Any) -> None:
     for precision in ("highest", "high"):  # "high" lets kernels multiply in TF32
         torch.set_float32_matmul_precision(precision)
         for schedule in ("scatter", "copies"):
-            operands = tensor(128, 64, dtype=torch.float32), tensor(64, 64, dtype=torch.float32)
-            gemv_all_reduce(in_fp32, *operands, schedule=schedule)
+            x, weight = tensor(128, 64, dtype=torch.float32), tensor(64, 64, dtype=torch.float32)
+            gemv_all_reduce(in_fp32, x, weight, schedule=schedule)
     products = GemmWorkspace(group, name="products", max_rows=512, max_columns=64, dtype=HALF)
     for rows, columns, depth, at in itertools.product((2, 256), (64, 16), (64, 8), (0, 1)):
         gemm_all_to_all(products, tensor(rows, depth, at=at), tensor(columns, depth, at=at), schedule="kernel")
@@ -157,6 +158,14 @@ def make_calls(group: Any) -> None:
             products, tensor(rows, 2 * depth), tensor(columns, 2 * depth, dtype=torch.float8_e4m3fn),
             tensor(columns, dtype=torch.float32), schedule="kernel",
         )  # fmt: skip
+    ranks, shards = group.world_size, ShardWorkspace(group, name="shards", max_rows=512, max_columns=64, dtype=HALF)
+    for rows, columns, depth, at in itertools.product((8, 128), (64, 16), (64, 8), (0, 1)):
+        for schedule in ("kernel", "arriving", "arriving_4"):
+            shard, weight = tensor(rows, depth, at=at).requires_grad_(), tensor(columns, depth, at=at).requires_grad_()
+            all_gather_gemm(shards, shard, weight, schedule=schedule).sum().backward()
+        for schedule in ("kernel", "chunks_4"):
+            x, weight = tensor(ranks * rows, depth, at=at).requires_grad_(), tensor(columns, depth, at=at).requires_grad_()
+            gemm_reduce_scatter(shards, x, weight, schedule=schedule).sum().backward()
     for top_k, activation in ((1, "silu"), (2, "swiglu")):
         experts = ExpertWorkspace(
             group, name=f"experts {top_k}", experts=8, top_k=top_k, max_tokens=64, width=64, activation=activation, dtype=HALF

@@ -379,11 +379,11 @@ def multiply_arriving(
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), gpu_of(own.device), peers=ranks - 1)
-    count = ranks * tiles.count(rows, columns)
-    arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
+    programs, constants = programs_of(own.device, ranks * tiles.count(rows, columns), tiles), tile_constants(tiles, own.dtype)
+    epoch.channel.launches(
+        (layout_of(own, weight, out), epoch.ends, is_transposed, tuple(constants.values())), arriving_gemm_kernel, (programs,),
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
-        *epoch.args,
-        HAS_ASYNC_PROXY=has_async_proxy(own.device), TRANSPOSED=is_transposed, **tile_constants(tiles, own.dtype),
+        *epoch.args, HAS_ASYNC_PROXY=has_async_proxy(own.device), TRANSPOSED=is_transposed, **constants,
     )  # fmt: skip
 
 
@@ -398,11 +398,12 @@ def push_and_multiply(
     tiles, pushers = tiles_and_pushers(rows, columns, depth, own.element_size(), ranks - 1, gpu_of(own.device))
     count = tiles.count(rows, columns)
     programs = programs_of(own.device, max(pushers + count, (ranks - 1) * count), tiles)
-    pushing_gemm_kernel[(programs,)](
+    constants = tile_constants(tiles, own.dtype)
+    epoch.channel.launches(
+        (layout_of(own, weight, out), epoch.ends, is_transposed, tuple(constants.values())), pushing_gemm_kernel, (programs,),
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed),
         own, out, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args, epoch.fingerprint, pushers,
-        HAS_ASYNC_PROXY=has_async_proxy(own.device), BLOCK=_PUSHED_BLOCK, TRANSPOSED=is_transposed,
-        **tile_constants(tiles, own.dtype),
+        HAS_ASYNC_PROXY=has_async_proxy(own.device), BLOCK=_PUSHED_BLOCK, TRANSPOSED=is_transposed, **constants,
     )  # fmt: skip
 
 
@@ -461,11 +462,13 @@ def multiply_and_send(
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.
     programs = programs_of(x.device, count, tiles) if x.device.type == "cuda" else 1
-    sending_gemm_kernel[(programs,)](
+    constants = tile_constants(tiles, x.dtype)
+    epoch.channel.launches(
+        (layout_of(x, weight, out), epoch.ends, is_transposed, tuple(constants.values())), sending_gemm_kernel, (programs,),
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received, tiles), memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
         epoch.fingerprint,
-        HAS_ASYNC_PROXY=has_async_proxy(x.device), TRANSPOSED=is_transposed, **tile_constants(tiles, x.dtype),
+        HAS_ASYNC_PROXY=has_async_proxy(x.device), TRANSPOSED=is_transposed, **constants,
     )  # fmt: skip
 
 
