@@ -253,9 +253,9 @@ def stressed(world: World, workspace: ExpertWorkspace, cell: Layer, number: int,
         compared = compared_with_baseline(world, data, dict(zip(names, first, strict=True)))
         return max(compared["errors"].values()), compared["passed"]
 
-    # A graph would keep what the layer holds for its backward pass.
-    description = {"layer": asdict(cell), "tokens": world.gather(tokens)}
-    return stress.Work(cell.name, workspace, compute, check, description, in_graph=False)
+    description = {"layer": asdict(cell), "tokens": world.gather(tokens), "in_graph": number > 0}
+    # The first graph keeps for ever what the layer holds for its backward pass; other calls get copies of that.
+    return stress.Work(cell.name, workspace, compute, check, description, in_graph=number > 0)
 
 
 OPERATOR = Operator(

@@ -9,7 +9,8 @@ may differ, but in sums over ranks, which several hosts add up in another order 
 torch, whose bits may depend on the number of rows: there the relative difference must be within the tolerance.
 
 With ``--kill-rank`` that rank kills itself meanwhile; see killed_rank.py. Exit status 1 says that something was not as it must
-be. ``--tiny`` is small enough for compute-sanitizer and the CPU.
+be. ``--tiny`` is small enough for compute-sanitizer and the CPU, and has no graphs: memory that is allocated anew each time, in
+which a sanitizer finds what is out of bounds, cannot be captured.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Replays:
         held: deque[tuple[Repeated, Tensor]] = deque()
         self.repeated = [Repeated(world, work, self.delays.delay, held) for work in works]
         self.errors = [repeated.begin() for repeated in self.repeated]
-        self.repeats = [repeated.prepared() for repeated in self.repeated]
+        self.repeats = [repeated.again if options.tiny else repeated.prepared() for repeated in self.repeated]
         self.order = random.Random(seed)
 
     def repeat(self) -> None:
