@@ -184,6 +184,14 @@ def embedding_modules(lookup: Any) -> list[Any]:
     return list(lookup._emb_modules)
 
 
+def set_dtype_without_tables(lookup: Any, dtype: torch.dtype) -> None:
+    """Set the dtype of what a lookup returns on a rank without tables of its sharding type: no elements, but with a dtype, by
+    which the rank knows how many bytes the others send. TorchRec has fp32 there, whatever the others look up."""
+    own = getattr(lookup, "module", lookup)  # DDP wraps the lookups of data-parallel tables
+    if not embedding_modules(own):
+        own._dummy_embs_tensor = torch.empty(0, dtype=dtype, device=own._dummy_embs_tensor.device, requires_grad=True)
+
+
 def fbgemm_lookups(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """Return the lookups of FBGEMM that update the tables of a model. TorchRec does not keep them as submodules."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]

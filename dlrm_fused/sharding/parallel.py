@@ -16,7 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
@@ -42,6 +42,7 @@ from dlrm_fused.sharding.planning import make_plan
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.tables import initialize_tables, is_table
+from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 
 FBGEMM_OPTIMIZERS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -167,6 +168,11 @@ class _RowWiseOnCpu(EmbeddingBagCollectionSharder):
 
 class Sharder(_RowWiseOnCpu):
     """TorchRec's sharder, for ``comm=baseline``."""
+
+    def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
+        module = super().shard(*args, **kwargs)
+        receive_the_dtype_of_the_others(module)
+        return module
 
 
 class FusedSharder(_RowWiseOnCpu, FusedEmbeddingBagCollectionSharder):

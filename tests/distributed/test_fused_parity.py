@@ -31,6 +31,8 @@ OWN_RATES = [f"embedding.tables.table_{i}.learning_rate={rate}" for i, rate in (
 
 DIMS = [f"embedding.tables.table_{i}.dim={dim}" for i, dim in enumerate((4, 16, 12))]
 
+ONE_RANK_HAS_ALL = ["embedding.sharding=table_wise", "embedding.output_dtype=fp16", ROWWISE_ADAGRAD]
+
 # Up to two ranks, sums of partial results do not depend on their order.
 BIT_IDENTICAL = [
     (1, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
@@ -40,6 +42,8 @@ BIT_IDENTICAL = [
     (2, ["embedding.sharding=table_wise", "embedding.forward_wire=fp16", "embedding.backward_wire=fp16"]),
     (2, ["embedding.sharding=table_wise", "embedding.dtype=fp16", ROWWISE_ADAGRAD]),
     (2, [*MIXED, "embedding.output_dtype=fp16", ROWWISE_ADAGRAD]),
+    # A rank has no tables.
+    (2, ["data.synthetic.tables=1", "data.synthetic.rows=[700]", "data.synthetic.pooling=[3]", *ONE_RANK_HAS_ALL]),
     (2, [*MIXED, *OWN_RATES, "training.schedule.warmup_steps=5", ROWWISE_ADAGRAD]),
     (2, [*MIXED, *DIMS, ROWWISE_ADAGRAD]),
     (2, ["embedding.sharding=row_wise", "model.kind=dcnv2", *DIMS, SGD]),
