@@ -42,7 +42,7 @@ from dlrm_fused.sharding.planning import make_plan
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.tables import initialize_tables, is_table
-from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
+from dlrm_fused.sharding.without_tables import check_that_ranks_have_rows, receive_the_dtype_of_the_others
 
 FBGEMM_OPTIMIZERS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -172,6 +172,7 @@ class Sharder(_RowWiseOnCpu):
     def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
         module = super().shard(*args, **kwargs)
         receive_the_dtype_of_the_others(module)
+        check_that_ranks_have_rows(module)
         return module
 
 

@@ -30,7 +30,7 @@ from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
 from dlrm_fused.sharding.paths import FusedSettings, MeasuringPath, Path, TorchRecPath, Turns, fused_path
 from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
-from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
+from dlrm_fused.sharding.without_tables import check_that_ranks_have_rows, receive_the_dtype_of_the_others
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.device import uses_kernels
@@ -79,6 +79,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._has_features_of_input_dist = covers(self)
         self._check_options()
         receive_the_dtype_of_the_others(self)
+        check_that_ranks_have_rows(self)
         self.reasons, self._group = self._find_support()
         finds_distinct = self._group is not None and finds_distinct_rows(self._group)
         self._batch_keys = BatchKeys(self) if finds_distinct else None

@@ -1,10 +1,11 @@
-"""Ranks without tables of a sharding type, which receive the pooled embeddings of those that have some."""
+"""Ranks without tables of a sharding type, or without rows of them, which take part in its exchanges all the same."""
 
 from __future__ import annotations
 
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from dlrm_fused.compat import torchrec as compat
+from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding.support import output_type
 
 
@@ -18,3 +19,18 @@ def receive_the_dtype_of_the_others(module: ShardedEmbeddingBagCollection) -> No
         dtypes = {output_type(info.fused_params or {}) for info in module.sharding_type_to_sharding_infos[kind]}
         if len(dtypes) == 1 and (dtype := dtypes.pop()) is not None:
             compat.set_dtype_without_tables(lookup, dtype)
+
+
+def check_that_ranks_have_rows(module: ShardedEmbeddingBagCollection) -> None:
+    """Raise UsageError, on all ranks, if one has tables on the CPU but no row of them: FBGEMM takes these for a GPU's."""
+    if compat.device(module).type != "cpu":
+        return
+    for kind, sharding in zip(compat.sharding_types(module), compat.shardings(module), strict=True):
+        for rank, groups in enumerate(compat.grouped_configs_per_rank(sharding)):
+            for tables in (group.embedding_tables for group in groups):
+                if tables and not any(table.local_rows for table in tables):
+                    rows = ", ".join(f"{table.name}: {table.num_embeddings} rows" for table in tables)
+                    raise UsageError(
+                        f"{compat.path(module)}: sharding {kind} leaves rank {rank} no row of its tables ({rows}), which "
+                        "FBGEMM cannot look up on the CPU; give them another sharding, or start fewer ranks"
+                    )

@@ -373,6 +373,14 @@ def test_a_rank_without_tables_receives_outputs_of_16_bits(mode: str) -> None:
     assert run_ranks(2, differences, {0: case}) == [{0: []}] * 2
 
 
+def test_a_rank_without_a_row_of_its_tables_is_told_before_the_first_batch() -> None:
+    case = Case(((Table(ROW_WISE, 8, ("a",), rows=2),),), ("a",), (3, 3, 3))
+    with pytest.raises(RankFailed, match=r"row_wise leaves rank 2 no row of its tables \(table_0_0: 2 rows\)"):
+        run_ranks(3, differences, {0: case})
+    beside = Table(ROW_WISE, 8, ("b",), rows=30)
+    assert run_ranks(3, differences, {0: replace(case, modules=((*case.tables, beside),), keys=("a", "b"))}) == [{0: []}] * 3
+
+
 def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:
     twice = (Table(TABLE_WISE, 4, ("a", "a")), Table(COLUMN_WISE, 8, ("b", "b")), Table(ROW_WISE, 4, ("a", "b", "a")))
     case = Case((twice,), ("b", "a"), (3, 3), (EVALUATE,))  # TorchRec's regrouping has wrong gradients of such keys
