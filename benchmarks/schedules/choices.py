@@ -22,10 +22,10 @@ from dlrm_fused.ops.common.gpus import GPUS, Gpu
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks as LookupBlocks
 from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape
 from dlrm_fused.ops.embedding_all_to_all.tuning import choose_blocks as choose_lookup_blocks
-from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule
+from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule as products_by_rule
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, needed_memory, tiles_of_product
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.schedule import OF_MANY_ROWS
+from dlrm_fused.ops.gemv_all_reduce.schedule import by_rule as sums_by_rule
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, Blocks, choose_blocks
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.estimate import Size
@@ -92,7 +92,9 @@ def exchanged(gpu: Gpu, ranks: int) -> list[Choice]:
         tiles = fitted(tiles_of_product(m, n, k, _BYTES, gpu), _BYTES, gpu.shared_memory)
         programs = min(ranks * tiles.count(m // ranks, n) * tiles.splits, tiles.programs * gpu.multiprocessors)
         found.append(
-            Choice(f"{m}x{n}x{k}", by_rule(ranks, (m, n, k), _BYTES, gpu), tiles, programs, needed_memory(tiles, _BYTES))
+            Choice(
+                f"{m}x{n}x{k}", products_by_rule(ranks, (m, n, k), _BYTES, gpu), tiles, programs, needed_memory(tiles, _BYTES)
+            )
         )
     return found
 
@@ -104,7 +106,7 @@ def reduced(gpu: Gpu, ranks: int) -> list[Choice]:
         cell = gemvs.Cell(m, n, k)
         depth = cell.depth(ranks)
         if m > MAX_ROWS:
-            schedule = OF_MANY_ROWS[choose(Size(Pair.gemm_all_reduce, ranks, m, n, depth, _BYTES), machine_of(gpu))]
+            schedule = sums_by_rule(Size(Pair.gemm_all_reduce, ranks, m, n, depth, _BYTES), machine_of(gpu))
             tiles = fitted(tiles_of_product(m, n, depth, _BYTES, gpu), _BYTES, gpu.shared_memory)
             programs = min(tiles.count(m, n), tiles.programs * gpu.multiprocessors)
             found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES)))

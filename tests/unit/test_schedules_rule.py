@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from dlrm_fused.ops.common.gpus import GPUS, INTERPRETER
+from dlrm_fused.ops.gemv_all_reduce.schedule import by_rule
 from dlrm_fused.ops.schedules import SCHEDULES, Lane, Mover, Pair
 from dlrm_fused.ops.schedules.__main__ import main
 from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, estimate
 from dlrm_fused.ops.schedules.machines import H100, H200, MACHINES, machine_of
-from dlrm_fused.ops.schedules.rule import SPACE, choose, estimates, explain, schedule_of, space_of
+from dlrm_fused.ops.schedules.rule import _HOST_STEP_US, SPACE, choose, copies, estimates, explain, schedule_of, space_of
 from dlrm_fused.ops.schedules.timeline import draw, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/schedules"
@@ -193,3 +194,43 @@ def test_the_rule_is_better_than_any_schedule_for_all(calls: Calls) -> None:
         of_rival = losses(calls, always)
         assert of_rule.count(0) > of_rival.count(0)
         assert fmean(of_rule) < fmean(of_rival)
+
+
+OF_MANY_ROWS = json.loads((RESULTS.parent / "gemm_all_reduce_2_h100.json").read_text())["cells"]
+
+
+def many_rows(cell: dict[str, Any]) -> tuple[Size, dict[str, float]]:
+    """The size of a sum of many rows on two H100s, and its microseconds by schedule of the operator."""
+    us = cell["us"]
+    names = {"chunks": "chunks", "scatter": "scatter", "copies": "copies", "library": "nccl"}
+    size = Size(Pair.gemm_all_reduce, 2, cell["m"], cell["n"], cell["k"] // 2)
+    return size, {own: us.get(name, us["fused"]) for own, name in names.items()}
+
+
+def test_sums_by_copy_engines_take_what_they_take_on_paper() -> None:
+    off = []
+    for size, us in map(many_rows, OF_MANY_ROWS):
+        off.append(estimate(size, copies(size, H100), H100).microseconds / us["copies"] - 1)
+    assert len(off) == 24
+    assert max(map(abs, off)) < 0.12
+    assert fmean(map(abs, off)) < 0.05
+
+
+def test_the_rule_takes_copies_where_they_are_worth_their_start() -> None:
+    """Beside the fastest that was measured, and the library; and no call for whose device the host would be too slow."""
+    of_rule, taken = [], []
+    for size, us in map(many_rows, OF_MANY_ROWS):
+        schedule = by_rule(size, H100)
+        of_rule.append(us[schedule] / us["library"])
+        if schedule == "copies":
+            taken.append(us["copies"])
+            assert us["copies"] < 1.02 * min(us.values())
+    assert len(taken) >= 8
+    assert min(taken) > 17 * _HOST_STEP_US
+    assert fmean(of_rule) < 0.89
+    assert max(of_rule) < 0.96
+    others = "chunks", "scatter", "library"
+    assert (
+        fmean(of_rule)
+        < fmean(us[by_rule(size, H100, others)] / us["library"] for size, us in map(many_rows, OF_MANY_ROWS)) - 0.02
+    )

@@ -16,8 +16,8 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.estimate import Size
-from dlrm_fused.ops.schedules.machines import machine_of
-from dlrm_fused.ops.schedules.rule import choose
+from dlrm_fused.ops.schedules.machines import Machine, machine_of
+from dlrm_fused.ops.schedules.rule import choose, copies_are_faster
 
 KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES = "kernel", "product", "chunks", "scatter", "copies"
 SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES, LIBRARY)
@@ -25,7 +25,7 @@ SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES, LIBRARY)
 _BY_SHARDS = (SCATTER, COPIES)
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
-# The schedules of many rows, by their names in dlrm_fused.ops.schedules.
+# The schedules of many rows but copies, by their names in dlrm_fused.ops.schedules.
 OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER, "library": LIBRARY}
 
 
@@ -80,5 +80,11 @@ def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> st
     if KERNEL in names:
         return KERNEL
     size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
-    allowed = tuple(name for name, own in OF_MANY_ROWS.items() if own in names)
-    return OF_MANY_ROWS[choose(size, machine_of(workspace.gpu), allowed)]
+    return by_rule(size, machine_of(workspace.gpu), names)
+
+
+def by_rule(size: Size, machine: Machine, names: Sequence[str] = SCHEDULES) -> str:
+    """Return the schedule in ``names``, of many rows, that takes least on paper."""
+    if COPIES in names and copies_are_faster(size, machine):
+        return COPIES
+    return OF_MANY_ROWS[choose(size, machine, tuple(name for name, own in OF_MANY_ROWS.items() if own in names))]

@@ -6,7 +6,7 @@ import functools
 
 from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, Timeline, estimate, product_us
 from dlrm_fused.ops.schedules.machines import Machine
-from dlrm_fused.ops.schedules.plan import cut
+from dlrm_fused.ops.schedules.plan import cut, make_plan
 from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_beside
 
 # Calls repeat a few shapes, step after step, and estimates take longer than a call's launches.
@@ -51,6 +51,19 @@ def copies(size: Size, machine: Machine) -> Schedule:
         return count * size.ranks * of_piece + (2 if count == 1 else 1) * travel
 
     return SCHEDULES[min(_COPIES, key=microseconds)]
+
+
+# Microseconds in which the host starts a step of a call by copy engines: two H200s, 2a13b1db.
+_HOST_STEP_US = 38.0
+
+
+@functools.lru_cache(maxsize=_KEPT_CHOICES)
+def copies_are_faster(size: Size, machine: Machine) -> bool:
+    """Return whether an all-reduce by copy engines takes least on paper, although the host has many steps to start for it."""
+    schedule = copies(size, machine)
+    host_us = _HOST_STEP_US * len(make_plan(size.pair, schedule, size.ranks, size.shard_rows).started)
+    others = estimates(size, machine).values()
+    return max(host_us, estimate(size, schedule, machine).microseconds) < min(other.microseconds for other in others)
 
 
 def estimates(size: Size, machine: Machine) -> dict[str, Timeline]:
