@@ -74,6 +74,11 @@ def has_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._are_functorch_transforms_active()
 
 
+def is_in_forward_mode() -> bool:
+    """Return whether a level of forward-mode differentiation has been entered, in which tensors may have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def is_profiled() -> bool:
     """Return whether torch's profiler records the calls of operators."""
     return torch._C._autograd._profiler_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from dlrm_fused.compat import torchrec as compat
@@ -22,15 +23,16 @@ def receive_the_dtype_of_the_others(module: ShardedEmbeddingBagCollection) -> No
 
 
 def check_that_ranks_have_rows(module: ShardedEmbeddingBagCollection) -> None:
-    """Raise UsageError, on all ranks, if one has tables on the CPU but no row of them: FBGEMM takes these for a GPU's."""
+    """Raise UsageError, on all ranks, if one has tables on the CPU but no row of them: FBGEMM's fused kernel takes these for a
+    GPU's."""
     if compat.device(module).type != "cpu":
         return
     for kind, sharding in zip(compat.sharding_types(module), compat.shardings(module), strict=True):
         for rank, groups in enumerate(compat.grouped_configs_per_rank(sharding)):
-            for tables in (group.embedding_tables for group in groups):
-                if tables and not any(table.local_rows for table in tables):
+            for tables in (group.embedding_tables for group in groups if group.compute_kernel is EmbeddingComputeKernel.FUSED):
+                if not any(table.local_rows for table in tables):
                     rows = ", ".join(f"{table.name}: {table.num_embeddings} rows" for table in tables)
                     raise UsageError(
                         f"{compat.path(module)}: sharding {kind} leaves rank {rank} no row of its tables ({rows}), which "
-                        "FBGEMM cannot look up on the CPU; give them another sharding, or start fewer ranks"
+                        "FBGEMM's fused kernel cannot look up on the CPU; give them another sharding, or start fewer ranks"
                     )

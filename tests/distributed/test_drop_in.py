@@ -58,6 +58,7 @@ class Table:
     pooling: PoolingType = SUM
     rank: int = 0
     rows: int = 30
+    kernel: str = FUSED
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _sharding(table: Table, ranks: int) -> Callable[..., Any]:
         return column_wise(ranks_of(table, ranks), compute_kernel=FUSED)
     if table.sharding == TABLE_WISE:
         return table_wise(*ranks_of(table, ranks), compute_kernel=FUSED)
-    return row_wise(compute_kernel=FUSED) if table.sharding == ROW_WISE else data_parallel()
+    return row_wise(compute_kernel=table.kernel) if table.sharding == ROW_WISE else data_parallel()
 
 
 def plan_of(case: Case, model: Behind, sharder: EmbeddingBagCollectionSharder) -> dict[str, EmbeddingModuleShardingPlan]:
@@ -377,8 +378,10 @@ def test_a_rank_without_a_row_of_its_tables_is_told_before_the_first_batch() -> 
     case = Case(((Table(ROW_WISE, 8, ("a",), rows=2),),), ("a",), (3, 3, 3))
     with pytest.raises(RankFailed, match=r"row_wise leaves rank 2 no row of its tables \(table_0_0: 2 rows\)"):
         run_ranks(3, differences, {0: case})
-    beside = Table(ROW_WISE, 8, ("b",), rows=30)
-    assert run_ranks(3, differences, {0: replace(case, modules=((*case.tables, beside),), keys=("a", "b"))}) == [{0: []}] * 3
+    beside, (few,) = Table(ROW_WISE, 8, ("b",)), case.tables
+    dense = replace(few, kernel=EmbeddingComputeKernel.DENSE.value)
+    allowed = {0: replace(case, modules=((few, beside),), keys=("a", "b")), 1: replace(case, modules=((dense,),))}
+    assert run_ranks(3, differences, allowed) == [{0: [], 1: []}] * 3
 
 
 def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrm_fused.ops.common.dispatch import Operator
@@ -69,6 +70,13 @@ def test_without_gradients_none_is_recorded(scaled: Operator, dispatched: mock.M
     with torch.inference_mode():
         assert scaled(torch.ones(3), 2.0).is_inference()
     assert not dispatched.called
+
+
+def test_in_forward_mode_it_says_that_it_has_no_tangent(scaled: Operator) -> None:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            scaled(x, 2.0)
 
 
 def test_a_dispatch_mode_sees_the_operator(scaled: Operator) -> None:

@@ -5,20 +5,26 @@ The dispatcher's way through Python takes the host longer than a launch, in a ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dlrm_fused.compat.torch import has_dispatch_mode, is_profiled
+from dlrm_fused.compat.torch import has_dispatch_mode, is_in_forward_mode, is_profiled
 
 _ORDINARY = (Tensor, nn.Parameter)
 
 
-def needs_dispatcher() -> bool:
-    """Return whether a compiler or a ``TorchDispatchMode`` looks at the calls of operators."""
-    return torch.compiler.is_compiling() or has_dispatch_mode()
+def needs_dispatcher(tensors: Iterable[Tensor] = ()) -> bool:
+    """Return whether a compiler or a ``TorchDispatchMode`` looks at the calls of operators, or a tensor is of another class."""
+    return torch.compiler.is_compiling() or has_dispatch_mode() or not all(type(one) in _ORDINARY for one in tensors)
+
+
+def needs_node(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a call needs a node of autograd's graph: for gradients; and in forward mode, where it raises that it has
+    no tangent."""
+    return (torch.is_grad_enabled() and any(one.requires_grad for one in tensors)) or is_in_forward_mode()
 
 
 class Operator:
@@ -45,10 +51,9 @@ class Operator:
     def __call__(self, *inputs: Any) -> Any:
         """Call the operator with all of its arguments; the result is differentiable if an input is."""
         tensors = [given for given in inputs if isinstance(given, Tensor)]
-        if needs_dispatcher() or not all(type(tensor) in _ORDINARY for tensor in tensors):
+        if needs_dispatcher(tensors):
             return self._operator(*inputs)
-        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        run = self._function.apply if has_gradient else self._forward
+        run = self._function.apply if needs_node(tensors) else self._forward
         if is_profiled():
             with torch.profiler.record_function(self._name):
                 return run(*inputs)

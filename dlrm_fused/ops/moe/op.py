@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import needs_dispatcher
+from dlrm_fused.ops.common.dispatch import needs_dispatcher, needs_node
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
@@ -68,9 +68,13 @@ def expert_layer_with_slots(
 ) -> tuple[Tensor, Tensor]:
     """:func:`expert_layer`, and int64 [experts]: how many tokens of all ranks have each expert, which every rank is told."""
     inputs = x, experts, gates, w_in, w_out, gradient_scale, workspace.handle
-    if not needs_dispatcher() and torch.is_grad_enabled() and any(one.requires_grad for one in (x, gates, w_in, w_out)):
-        return _ExpertLayer.apply(*inputs)
-    out, slots, *_ = torch.ops.dlrm_fused.expert_layer(*inputs) if needs_dispatcher() else _forward(*inputs)
+    tensors = x, experts, gates, w_in, w_out
+    if needs_dispatcher(tensors):
+        out, slots, *_ = torch.ops.dlrm_fused.expert_layer(*inputs)
+    elif needs_node(tensors):
+        out, slots = _ExpertLayer.apply(*inputs)
+    else:
+        out, slots, *_ = _forward(*inputs)
     return out, slots
 
 

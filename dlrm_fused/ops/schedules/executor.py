@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,7 +23,7 @@ class Streams:
         # A task beside a computation shall not wait for all of its programs.
         self.beside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # By the number of the task that records one: all waits for it are given to streams before it is recorded again.
-        self._events: defaultdict[int, torch.cuda.Event] = defaultdict(torch.cuda.Event)
+        self._events: dict[int, torch.cuda.Event] = {}
 
     def run(self, plan: Plan, actions: Mapping[Kind, Action]) -> None:
         """Start all tasks in their order. The host waits for none of them.
@@ -36,24 +35,32 @@ class Streams:
             for _, task in plan.started:
                 _start(task, actions)
             return
-        main = torch.cuda.current_stream(self._device.index)
+        with torch.cuda.device(self._device.index):
+            main = torch.cuda.current_stream(self._device.index)
+            try:
+                self._start_on_streams(plan, actions, main, self.beside)
+            finally:
+                torch.cuda.set_stream(main)
+
+    def _start_on_streams(
+        self, plan: Plan, actions: Mapping[Kind, Action], main: torch.cuda.Stream, beside: torch.cuda.Stream
+    ) -> None:
         current, has_begun_beside = main, False
-        try:
-            for number, task in plan.started:
-                stream = main if task.lane is Lane.main else self.beside
-                if stream is not current:
-                    torch.cuda.set_stream(stream)
-                    current = stream
-                if stream is self.beside and not has_begun_beside:
-                    stream.wait_stream(main)  # what the caller has asked for before comes first
-                    has_begun_beside = True
-                for other in task.after:
-                    stream.wait_event(self._events[other])
-                _start(task, actions)
-                if number in plan.awaited:
-                    self._events[number].record(stream)
-        finally:
-            torch.cuda.set_stream(main)
+        for number, task in plan.started:
+            stream = main if task.lane is Lane.main else beside
+            if stream is not current:  # cheaper than a context for each task, which asks for streams and devices
+                torch.cuda.set_stream(stream)
+                current = stream
+            if stream is beside and not has_begun_beside:
+                stream.wait_stream(main)  # what the caller has asked for before comes first
+                has_begun_beside = True
+            for other in task.after:
+                stream.wait_event(self._events[other])
+            _start(task, actions)
+            if number in plan.awaited:
+                if number not in self._events:
+                    self._events[number] = torch.cuda.Event()
+                self._events[number].record(stream)
 
 
 def _start(task: Task, actions: Mapping[Kind, Action]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -193,6 +195,28 @@ def test_products_go_to_the_ranks_that_add_them_up(schedule: str, ranks: int) ->
         Case(66, 48, 16, with_residual=True, with_norm=True, schedule=schedule),
     ]
     check(cases, ranks=ranks, calls=6, straggler=ranks - 1)
+
+
+def operands_that_are_kept() -> list[str]:
+    """The schedules by which a workspace keeps an operand of a call alive."""
+    kept = []
+    with cpu_group() as group:
+        workspace = GemvWorkspace(group, name="sums", max_columns=32, max_rows=72, dtype=torch.float32)
+        for rows, schedule in ((2, "kernel"), (72, "chunks"), (72, "scatter"), (72, "copies")):
+            x, weight = torch.ones(rows, 16, requires_grad=True), torch.ones(32, 16)
+            operand = x.tanh()
+            out, _ = gemv_all_reduce(workspace, operand, weight, schedule=schedule)
+            out.sum().backward()
+            is_alive = weakref.ref(operand)
+            del operand, out
+            gc.collect()
+            kept += [schedule] * (is_alive() is not None)
+    return kept
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_operand_outlives_its_call(ranks: int) -> None:
+    assert run_ranks(ranks, operands_that_are_kept) == [[]] * ranks
 
 
 def shards_in_pieces() -> None:
