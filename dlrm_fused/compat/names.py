@@ -20,6 +20,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch:ops.aten": ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
     "torch._C": ("_are_functorch_transforms_active", "_cuda_getCurrentRawStream", "_len_torch_dispatch_stack"),
     "torch._C._autograd": ("_profiler_enabled",),
+    "torch.autograd.forward_ad": ("_current_level",),
     "torch._C._distributed_c10d": ("_SymmetricMemory",),
     "torch._C._distributed_c10d:Backend": ("_end_coalescing", "_start_coalescing"),
     "torch._C._distributed_c10d:Backend.Options": ("_timeout",),
@@ -42,7 +43,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "_has_mean_pooling_callback", "_lookups", "_module_fqn", "_output_dists", "_sharding_types",
     ),
     "torchrec.distributed.embedding_lookup:GroupedPooledEmbeddingsLookup": (
-        "_emb_modules", "_feature_splits", "_forward", "_scale_gradient_factor"
+        "_dummy_embs_tensor", "_emb_modules", "_feature_splits", "_forward", "_scale_gradient_factor"
     ),
     "torchrec.distributed.sharding.tw_sharding:BaseTwEmbeddingSharding": ("_grouped_embedding_configs_per_rank",),
     "torchrec.distributed.types:Awaitable": ("_wait_impl",),
