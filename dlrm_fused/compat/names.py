@@ -75,5 +75,4 @@ def _has(place: Any, name: str) -> bool:
     if not isinstance(place, type):
         return hasattr(place, "__path__") and importlib.util.find_spec(f"{place.__name__}.{name}") is not None
     sources = (inspect.getsource(owner) for owner in place.__mro__[:-1] if owner.__module__ != "typing")
-    # Set on an instance, or declared in the class, as buffers are.
-    return any(re.search(rf"self\.{name}\b\s*[:=]|^    {name}:", source, re.MULTILINE) for source in sources)
+    return any(re.search(rf'self\.{name}\b\s*[:=]|register_buffer\(\s*"{name}"', source) for source in sources)
