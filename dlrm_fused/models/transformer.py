@@ -153,7 +153,7 @@ class HistoryTransformer(nn.Module):
         candidates = history_lengths.long()
         places = torch.arange(self.history_length + 1, device=tokens.device)
         distances = (candidates[:, None] - places).clamp(min=0)
-        x = self.input(tokens).view(*distances.shape, -1)
+        x = self.input(tokens.to(self.input.weight.dtype)).view(*distances.shape, -1)  # embeddings may be in 16 bits
         x = x + F.embedding(distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
         x, candidates_of_x = self.product.enter(x), self.product.enter(candidates)
         candidates = gather_samples(candidates, group)

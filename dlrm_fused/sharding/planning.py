@@ -117,7 +117,8 @@ def planner_for(
     cuts_columns = (
         config.comm is not Comm.baseline and topology.compute_device == "cuda" and by_stores.local_world_size < world_size
     )
-    constraints = table_constraints(config.embedding, schema, world_size, cuts_columns=cuts_columns)
+    on_cpu = topology.compute_device == "cpu"
+    constraints = table_constraints(config.embedding, schema, world_size, cuts_columns=cuts_columns, on_cpu=on_cpu)
     return _Planner(
         topology=topology,
         batch_size=batch_size,
@@ -155,12 +156,13 @@ def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
 
 
 def table_constraints(
-    embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int, *, cuts_columns: bool = False
+    embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int, *, cuts_columns: bool = False, on_cpu: bool = False
 ) -> dict[str, ParameterConstraints]:
     """The planner's choices for each table, by the name of its module.
 
     Args:
         cuts_columns: whether tables with ``auto`` may be cut as finely as column-wise ones.
+        on_cpu: whether FBGEMM's kernels of the CPU look up, which need a row of each table on each rank that has the table.
 
     Raises:
         ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16, or
@@ -172,18 +174,26 @@ def table_constraints(
             raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
     bags = {feature.name: schema.history_length + 1 for feature in schema.token_features}
     return {
-        module_name(feature.name): _constraint(embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns)
+        module_name(feature.name): _constraint(embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns, on_cpu)
         for feature in schema.tables
     }
 
 
 def _constraint(
-    embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int, cuts_columns: bool
+    embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int, cuts_columns: bool, on_cpu: bool
 ) -> ParameterConstraints:
     """Return the choices for one table; ``bags`` are pooled embeddings of a sample."""
     table, optimizer = embedding.tables.get(feature.name, TableConfig()), embedding.optimizer
     sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
+
+    if on_cpu and _leaves_a_rank_no_row(feature.rows, world_size):
+        if sharding is Sharding.row_wise:
+            raise ConfigError(
+                f"embedding.sharding=row_wise: {feature.name} has {feature.rows} rows for {world_size} ranks, so that one has "
+                f"none, which FBGEMM cannot train on the CPU; set embedding.tables.{feature.name}.sharding=table_wise"
+            )
+        sharding = Sharding.table_wise if sharding is Sharding.auto else sharding
 
     def refuse(setting: str, why: str) -> NoReturn:
         raise ConfigError(f"embedding.{setting}: {feature.name} is data_parallel, {why}")
@@ -205,6 +215,11 @@ def _constraint(
         pooling_factors=[table.pooling_factor or feature.pooling_factor],
         num_poolings=[float(bags)],
     )
+
+
+def _leaves_a_rank_no_row(rows: int, world_size: int) -> bool:
+    """Return whether the last rank has no row of a row-wise table: shards are as long, but for the last one with rows."""
+    return -(-rows // world_size) * (world_size - 1) >= rows
 
 
 def _sharding_types(sharding: Sharding, world_size: int) -> list[str] | None:

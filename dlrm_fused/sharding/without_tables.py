@@ -23,16 +23,19 @@ def receive_the_dtype_of_the_others(module: ShardedEmbeddingBagCollection) -> No
 
 
 def check_that_ranks_have_rows(module: ShardedEmbeddingBagCollection) -> None:
-    """Raise UsageError, on all ranks, if one has tables on the CPU but no row of them: FBGEMM's fused kernel takes these for a
-    GPU's."""
+    """Raise UsageError, on all ranks, if one has a table on the CPU but no row of it.
+
+    FBGEMM's fused kernel takes a lookup without any rows for a GPU's. Where other tables have rows, its update takes the next
+    table for a feature of the empty one, with that one's columns, or reads behind the last.
+    """
     if compat.device(module).type != "cpu":
         return
     for kind, sharding in zip(compat.sharding_types(module), compat.shardings(module), strict=True):
         for rank, groups in enumerate(compat.grouped_configs_per_rank(sharding)):
             for tables in (group.embedding_tables for group in groups if group.compute_kernel is EmbeddingComputeKernel.FUSED):
-                if not any(table.local_rows for table in tables):
-                    rows = ", ".join(f"{table.name}: {table.num_embeddings} rows" for table in tables)
+                empty = [f"{table.name} ({table.num_embeddings} rows)" for table in tables if not table.local_rows]
+                if empty:
                     raise UsageError(
-                        f"{compat.path(module)}: sharding {kind} leaves rank {rank} no row of its tables ({rows}), which "
-                        "FBGEMM's fused kernel cannot look up on the CPU; give them another sharding, or start fewer ranks"
+                        f"{compat.path(module)}: sharding {kind} leaves rank {rank} no row of {', '.join(empty)}, which the "
+                        "fused kernel of FBGEMM cannot train on the CPU; give it another sharding, or start fewer ranks"
                     )

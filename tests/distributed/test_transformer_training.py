@@ -78,6 +78,15 @@ def test_losses_do_not_depend_on_ranks_tensor_parallelism_and_comm(tmp_path, alo
     assert comm == "baseline" or all(re.search(rf" {measured_or_fused[comm]}$", line) for line in tables)
 
 
+def test_pooled_embeddings_of_16_bits_are_read(tmp_path):
+    of_comm = {
+        comm: train(tmp_path / comm, 2, *SETTINGS, f"comm={comm}", "training.max_steps=10", "embedding.output_dtype=fp16")
+        for comm in ("baseline", "fused")
+    }
+    assert len(losses(of_comm["fused"])) == 10
+    assert losses(of_comm["fused"]) == pytest.approx(losses(of_comm["baseline"]), rel=1e-5, abs=0)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

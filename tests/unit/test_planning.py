@@ -101,6 +101,20 @@ class TestConstraints:
         )
         assert ours == torchrecs
 
+    @pytest.mark.parametrize(("rows", "ranks", "leaves_none"), [(2, 3, True), (4, 3, True), (3, 3, False), (2, 2, False)])
+    def test_on_the_cpu_each_rank_has_a_row_of_a_row_wise_table(self, rows, ranks, leaves_none):
+        schema = DatasetSchema(("age",), (SparseFeature("kind", rows, 1.0), SparseFeature("user", 1000, 1.0)))
+        chosen = table_constraints(EmbeddingConfig(), schema, ranks, on_cpu=True)
+        assert chosen["kind"].sharding_types == (["table_wise"] if leaves_none else None)
+        assert chosen["user"].sharding_types is None
+        assert table_constraints(EmbeddingConfig(), schema, ranks)["kind"].sharding_types is None
+        told = EmbeddingConfig(sharding=Sharding.row_wise)
+        message = f"row_wise: kind has {rows} rows for {ranks} ranks, so that one has none"
+        with pytest.raises(ConfigError, match=message) if leaves_none else nullcontext():
+            table_constraints(told, schema, ranks, on_cpu=True)
+        own = replace(told, tables={"kind": TableConfig(Sharding.table_wise)})
+        assert table_constraints(own, schema, ranks, on_cpu=True)["kind"].sharding_types == ["table_wise"]
+
     def test_data_parallel_tables_have_a_plain_kernel(self):
         constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, 4)["user"]
         assert constraint.sharding_types == ["data_parallel"]
