@@ -34,6 +34,7 @@ from dlrm_fused.errors import CommunicationError, ConfigError
 from dlrm_fused.sharding.estimates import fused_enumerator
 from dlrm_fused.symmetric import symmetric_group
 
+_WITHIN_HOSTS = (Sharding.table_row_wise, Sharding.grid_shard)
 _COLUMN_SHARDINGS = (Sharding.column_wise, Sharding.table_column_wise, Sharding.grid_shard)
 
 
@@ -51,6 +52,8 @@ def make_plan(
     """
     world_size = dist.get_world_size()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    sizes: list[int] = [0] * world_size
+    dist.all_gather_object(sizes, local_world_size)
     memory = _memory(device, local_world_size)
 
     def topology(ranks_of_a_host: int) -> Topology:
@@ -60,7 +63,7 @@ def make_plan(
     if reached is None:
         config, reached = replace(config, comm=Comm.baseline), local_world_size
     try:
-        planner = planner_for(config, schema, topology(local_world_size), topology(reached))
+        planner = planner_for(config, schema, topology(local_world_size), topology(reached), hosts_differ=len(set(sizes)) > 1)
         return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
         if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
@@ -93,13 +96,18 @@ def ranks_by_stores(config: Config, device: torch.device, local_world_size: int)
         return None
     embedding = config.embedding
     told = {embedding.sharding, *(table.sharding for table in embedding.tables.values())}
-    if told & {Sharding.table_row_wise, Sharding.grid_shard}:  # TorchRec adds up their partial results within a machine
+    if told & {*_WITHIN_HOSTS}:  # TorchRec adds up their partial results within a machine
         return local_world_size
     return math.gcd(*map(len, hosts.ranks))
 
 
 def planner_for(
-    config: Config, schema: DatasetSchema, topology: Topology, by_stores: Topology | None = None
+    config: Config,
+    schema: DatasetSchema,
+    topology: Topology,
+    by_stores: Topology | None = None,
+    *,
+    hosts_differ: bool = False,
 ) -> EmbeddingShardingPlanner:
     """The planner of the config for the ranks of a topology, which need not be there.
 
@@ -107,6 +115,7 @@ def planner_for(
         topology: its hosts are machines, whose ranks have the devices of these numbers.
         by_stores: its hosts are ranks that reach each other by stores, which is what the fused path costs by; None if these
             are all ranks of a machine.
+        hosts_differ: whether hosts have different numbers of ranks.
 
     Raises:
         ConfigError: as of :func:`table_constraints`.
@@ -118,7 +127,9 @@ def planner_for(
         config.comm is not Comm.baseline and topology.compute_device == "cuda" and by_stores.local_world_size < world_size
     )
     on_cpu = topology.compute_device == "cpu"
-    constraints = table_constraints(config.embedding, schema, world_size, cuts_columns=cuts_columns, on_cpu=on_cpu)
+    constraints = table_constraints(
+        config.embedding, schema, world_size, cuts_columns=cuts_columns, on_cpu=on_cpu, hosts_differ=hosts_differ
+    )
     return _Planner(
         topology=topology,
         batch_size=batch_size,
@@ -156,13 +167,21 @@ def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
 
 
 def table_constraints(
-    embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int, *, cuts_columns: bool = False, on_cpu: bool = False
+    embedding: EmbeddingConfig,
+    schema: DatasetSchema,
+    world_size: int,
+    *,
+    cuts_columns: bool = False,
+    on_cpu: bool = False,
+    hosts_differ: bool = False,
 ) -> dict[str, ParameterConstraints]:
     """The planner's choices for each table, by the name of its module.
 
     Args:
         cuts_columns: whether tables with ``auto`` may be cut as finely as column-wise ones.
         on_cpu: whether FBGEMM's kernels of the CPU look up, which need a row of each table on each rank that has the table.
+        hosts_differ: whether hosts have different numbers of ranks. TorchRec divides tables within hosts of one size only; with
+            others, ranks would wait for each other.
 
     Raises:
         ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16, or
@@ -174,19 +193,32 @@ def table_constraints(
             raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
     bags = {feature.name: schema.history_length + 1 for feature in schema.token_features}
     return {
-        module_name(feature.name): _constraint(embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns, on_cpu)
+        module_name(feature.name): _constraint(
+            embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns, on_cpu, hosts_differ
+        )
         for feature in schema.tables
     }
 
 
 def _constraint(
-    embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int, cuts_columns: bool, on_cpu: bool
+    embedding: EmbeddingConfig,
+    feature: SparseFeature,
+    bags: int,
+    world_size: int,
+    cuts_columns: bool,
+    on_cpu: bool,
+    hosts_differ: bool,
 ) -> ParameterConstraints:
     """Return the choices for one table; ``bags`` are pooled embeddings of a sample."""
     table, optimizer = embedding.tables.get(feature.name, TableConfig()), embedding.optimizer
     sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
 
+    if hosts_differ and sharding in _WITHIN_HOSTS:
+        raise ConfigError(
+            f"embedding.sharding={sharding.name}: {feature.name} would be divided within a host, and hosts have different "
+            "numbers of ranks; start as many on each, or set another sharding"
+        )
     if on_cpu and _leaves_a_rank_no_row(feature.rows, world_size):
         if sharding is Sharding.row_wise:
             raise ConfigError(
@@ -207,7 +239,7 @@ def _constraint(
         why = "whose optimizer would decay other rows than the fused one; allowed: 0"
         refuse(f"optimizer.weight_decay={optimizer.weight_decay}", why)
     return ParameterConstraints(
-        sharding_types=_sharding_types(sharding, world_size),
+        sharding_types=_sharding_types(sharding, world_size, hosts_differ),
         compute_kernels=_compute_kernels(sharding, kernel),
         min_partition=shard_columns(embedding, embedding.dim_of(feature.name), world_size)
         if sharding in _COLUMN_SHARDINGS or (cuts_columns and sharding is Sharding.auto)
@@ -222,7 +254,9 @@ def _leaves_a_rank_no_row(rows: int, world_size: int) -> bool:
     return -(-rows // world_size) * (world_size - 1) >= rows
 
 
-def _sharding_types(sharding: Sharding, world_size: int) -> list[str] | None:
+def _sharding_types(sharding: Sharding, world_size: int, hosts_differ: bool) -> list[str] | None:
+    if sharding is Sharding.auto and hosts_differ:
+        return [kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.ROW_WISE)]
     if sharding is Sharding.auto:
         # Not a list of all: from that the planner would also take kinds that it leaves out by itself, for good reason.
         return None

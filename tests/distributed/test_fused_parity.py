@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -149,6 +150,19 @@ def test_the_share_of_the_embedding_stage_has_the_wait_for_results_of_other_rank
     events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
     shown = [event.value for event in events.Scalars("time/embedding_share")]
     assert shown == pytest.approx([line["embedding_share"] for line in lines], rel=1e-6)
+
+
+def test_hosts_with_different_numbers_of_ranks_train_by_a_plan_that_does_not_divide_tables_within_them(tmp_path):
+    config = small_config(tmp_path, "comm=baseline", "embedding.sharding=auto", "training.max_steps=10")
+    run_ranks(3, _train_beside_two_ranks_of_another_host, config)
+    assert "table_row_wise" not in (config.run_dir / "plan.txt").read_text()
+    assert len(losses(config.run_dir)) == 10
+
+
+def _train_beside_two_ranks_of_another_host(config: Config) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if os.environ["RANK"] == "0" else "2"
+    rank = Rank.from_environment()
+    trainer.train(config, rank, ErrorStore(rank))
 
 
 def _train_with_slow_lookups_on_rank_1(config: Config) -> None:

@@ -115,6 +115,13 @@ class TestConstraints:
         own = replace(told, tables={"kind": TableConfig(Sharding.table_wise)})
         assert table_constraints(own, schema, ranks, on_cpu=True)["kind"].sharding_types == ["table_wise"]
 
+    def test_tables_are_not_divided_within_hosts_that_differ(self):
+        chosen = table_constraints(EmbeddingConfig(), SCHEMA, 3, hosts_differ=True)
+        assert chosen["user"].sharding_types == ["table_wise", "column_wise", "row_wise"]
+        for told in (Sharding.table_row_wise, Sharding.grid_shard):
+            with pytest.raises(ConfigError, match=f"{told.name}: user would be divided within a host"):
+                table_constraints(EmbeddingConfig(sharding=told), SCHEMA, 3, hosts_differ=True)
+
     def test_data_parallel_tables_have_a_plain_kernel(self):
         constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, 4)["user"]
         assert constraint.sharding_types == ["data_parallel"]
