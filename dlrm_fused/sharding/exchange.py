@@ -87,8 +87,8 @@ class Exchange:
             _layout(module, shardings, group.world_size, self.order),
             name=f"{compat.path(module)} ({next_number(group)})",
             output_dtype=output_dtype,
-            forward_wire=_no_wider(options.forward_wire, output_dtype),
-            backward_wire=_no_wider(options.backward_wire, output_dtype),
+            forward_wire=_wire(options.forward_wire, output_dtype, group.world_size),
+            backward_wire=_wire(options.backward_wire, output_dtype, group.world_size),
             timeout_seconds=options.timeout_seconds,
             check_indices=options.check_indices,
         )
@@ -161,8 +161,9 @@ def next_number(group: SymmetricGroup) -> int:
     return next(_workspace_numbers.setdefault(group, itertools.count()))
 
 
-def _no_wider(wire: torch.dtype, output: torch.dtype) -> torch.dtype:
-    return output if wire.itemsize > output.itemsize else wire
+def _wire(wire: torch.dtype, output: torch.dtype, ranks: int) -> torch.dtype:
+    """Return the format that travels: no wider than the output. On one rank nothing travels, and so nothing is rounded."""
+    return output if ranks == 1 or wire.itemsize > output.itemsize else wire
 
 
 def _order(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> list[str]:

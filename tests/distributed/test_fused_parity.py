@@ -37,6 +37,7 @@ ONE_RANK_HAS_ALL = ["embedding.sharding=table_wise", "embedding.output_dtype=fp1
 # Up to two ranks, sums of partial results do not depend on their order.
 BIT_IDENTICAL = [
     (1, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
+    (1, ["embedding.sharding=table_wise", "embedding.forward_wire=fp16", "embedding.backward_wire=fp16"]),
     (2, ["embedding.sharding=column_wise", "embedding.shard_columns=4", ROWWISE_ADAGRAD]),
     (2, ["embedding.sharding=row_wise", ROWWISE_ADAGRAD]),
     (2, [*MIXED, "embedding.tables.table_3.sharding=table_column_wise", SGD]),
