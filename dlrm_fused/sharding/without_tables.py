@@ -23,19 +23,23 @@ def receive_the_dtype_of_the_others(module: ShardedEmbeddingBagCollection) -> No
 
 
 def check_that_ranks_have_rows(module: ShardedEmbeddingBagCollection) -> None:
-    """Raise UsageError, on all ranks, if one has a table on the CPU but no row of it.
+    """Raise UsageError, on all ranks, if one has a table on the CPU of which it has no row, and which it would train wrongly.
 
-    FBGEMM's fused kernel takes a lookup without any rows for a GPU's. Where other tables have rows, its update takes the next
-    table for a feature of the empty one, with that one's columns, or reads behind the last.
+    FBGEMM's fused kernel takes a lookup without any rows for a GPU's. Its update takes the next table that has rows for a
+    feature of the empty one, with that one's columns, which is right if they have as many; behind the last it reads on.
     """
     if compat.device(module).type != "cpu":
         return
     for kind, sharding in zip(compat.sharding_types(module), compat.shardings(module), strict=True):
         for rank, groups in enumerate(compat.grouped_configs_per_rank(sharding)):
             for tables in (group.embedding_tables for group in groups if group.compute_kernel is EmbeddingComputeKernel.FUSED):
-                empty = [f"{table.name} ({table.num_embeddings} rows)" for table in tables if not table.local_rows]
-                if empty:
-                    raise UsageError(
-                        f"{compat.path(module)}: sharding {kind} leaves rank {rank} no row of {', '.join(empty)}, which the "
-                        "fused kernel of FBGEMM cannot train on the CPU; give it another sharding, or start fewer ranks"
-                    )
+                following_columns = None  # of the next table that has rows
+                for table in reversed(tables):
+                    if table.local_rows:
+                        following_columns = table.local_cols
+                    elif table.local_cols != following_columns:
+                        raise UsageError(
+                            f"{compat.path(module)}: sharding {kind} leaves rank {rank} no row of {table.name} "
+                            f"({table.num_embeddings} rows), which the fused kernel of FBGEMM cannot train on the CPU; give it "
+                            "another sharding, or start fewer ranks"
+                        )

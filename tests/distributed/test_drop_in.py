@@ -380,8 +380,9 @@ def test_a_rank_without_a_row_of_its_tables_is_told_before_the_first_batch() -> 
     for refused in (case, replace(case, modules=((few, beside),), keys=("a", "b"))):
         with pytest.raises(RankFailed, match=r"row_wise leaves rank 2 no row of table_0_0 \(2 rows\)"):
             run_ranks(3, differences, {0: refused})
-    dense = replace(few, kernel=EmbeddingComputeKernel.DENSE.value)
-    assert run_ranks(3, differences, {0: replace(case, modules=((dense,),))}) == [{0: []}] * 3
+    dense, as_wide = replace(few, kernel=EmbeddingComputeKernel.DENSE.value), replace(beside, dim=8)
+    allowed = {0: replace(case, modules=((dense,),)), 1: replace(case, modules=((few, as_wide),), keys=("a", "b"))}
+    assert run_ranks(3, differences, allowed) == [{0: [], 1: []}] * 3
 
 
 def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:
