@@ -63,11 +63,6 @@ class Layer(MatrixProduct):
         return Work(2 * self.m * self.n * self.k, DTYPE.itemsize * elements, DTYPE.itemsize * sent)
 
 
-def schedules_of(pair: Pair) -> tuple[str, ...]:
-    """All of the pair but the library's, which is the baseline."""
-    return tuple(name for name in NAMES[pair] if name != "library")
-
-
 def call(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, schedule: str) -> Tensor:
     operator = all_gather_gemm if pair.moves_first else gemm_reduce_scatter
     return operator(workspace, x, weight, schedule=schedule)
@@ -118,7 +113,7 @@ class LayerCase(ProductCase):
         def by_schedule(schedule: str, number: int) -> Tensor:
             return call(self.workspace, self.cell.pair, *self.operands[number], schedule)
 
-        own = {name: partial(by_schedule, name) for name in schedules_of(self.cell.pair)}
+        own = {name: partial(by_schedule, name) for name in NAMES[self.cell.pair]}
         return {"nccl": self.nccl, **own, "gemm": self.library}
 
     def expected(self, stage: str) -> Tensor:
@@ -142,7 +137,7 @@ def to_compile(world: World, cells: Sequence[Layer]) -> Sequence[Pass]:
         x, weight = (torch.empty(rows, cell.k, dtype=DTYPE, device=world.device) for rows in sizes)
         call(workspace, cell.pair, x, weight, schedule)
 
-    return [partial(compiled, cell, name) for cell in cells for name in schedules_of(cell.pair)]
+    return [partial(compiled, cell, name) for cell in cells for name in NAMES[cell.pair]]
 
 
 @cache
@@ -162,9 +157,7 @@ def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
     cells = [Layer(rows * world.size, columns, depth, pair) for pair in PAIRS for rows, columns, depth in shapes]
     workspace = workspace_for(ShardWorkspace, world, cells, "stress")
     return [
-        stressed(world, workspace, cell, schedule, number)
-        for number, cell in enumerate(cells)
-        for schedule in (*schedules_of(cell.pair), "library")
+        stressed(world, workspace, cell, schedule, number) for number, cell in enumerate(cells) for schedule in NAMES[cell.pair]
     ]
 
 
@@ -184,8 +177,8 @@ def stressed(world: World, workspace: ShardWorkspace, cell: Layer, schedule: str
         stress.equal_within(tolerance, partial(in_fp64, cell.pair, x, weight)),
         {"layer": asdict(cell), "schedule": schedule},
         tolerance_to_one_host=None if cell.pair.moves_first else tolerance,
-        # Between hosts all rows are gathered, and then multiplied by the library.
-        as_between_hosts=lambda: multiply("library" if cell.pair.moves_first else schedule),
+        # Between hosts all rows are gathered, and then multiplied by torch.
+        as_between_hosts=lambda: [reference(dist.group.WORLD, x, weight)] if cell.pair.moves_first else multiply(schedule),
     )
 
 

@@ -20,7 +20,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.symmetric.device import uses_kernels
 
-SCHEDULES = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered", "library")
+SCHEDULES = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered")
 # (M, N, K): rows of x on each rank, columns of the result, depth; of first and second matrices of experts.
 PRODUCTS = (
     *((1024, 1024, 4096), (1024, 4096, 1024), (1024, 7168, 2048), (1024, 14336, 4096), (2048, 2048, 2048)),
@@ -163,7 +163,7 @@ def stressed(world: World, workspace: GemmWorkspace, cell: Product, number: int)
         return [gemm_all_to_all(workspace, x, weight, schedule=by)]
 
     # Without kernels torch multiplies: between hosts the rows of each rank by themselves, which may change bits.
-    is_of_torch = schedule != "library" and not uses_kernels(world.device)
+    is_of_torch = not uses_kernels(world.device)
     return stress.Work(
         f"{cell.name} {schedule}",
         workspace,
@@ -171,8 +171,8 @@ def stressed(world: World, workspace: GemmWorkspace, cell: Product, number: int)
         stress.equal_within(largest_error(), partial(in_fp64, x, weight)),
         {"product": asdict(cell), "schedule": schedule},
         tolerance_to_one_host=largest_error() if is_of_torch else None,
-        # Between hosts all schedules but the library's are one, which has the bits of the kernel.
-        as_between_hosts=lambda: multiply("library" if schedule == "library" else "kernel"),
+        # Between hosts all schedules are one, which has the bits of the kernel.
+        as_between_hosts=lambda: multiply("kernel"),
     )
 
 

@@ -102,7 +102,7 @@ class GemvCase(ProductCase):
         return gemv_all_reduce(self.workspace, *self.operands[number], schedule=schedule)[0]
 
     def schedules(self) -> Sequence[str]:
-        """Return the schedules among which auto chooses, but for the library's."""
+        """Return the schedules among which auto chooses."""
         if self.world.device.type != "cuda":
             return ()
         return (CHUNKS, SCATTER, COPIES) if self.cell.is_large else (KERNEL, PRODUCT)

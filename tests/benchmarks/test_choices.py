@@ -108,7 +108,6 @@ def test_where_links_are_slow_more_is_moved_beside_the_product() -> None:
         if gpu.link <= 64e9:
             taken = [one.schedule for one in OPERATORS["all_gather_gemm"](gpu, RANKS)]
             taken += [one.schedule for one in OPERATORS["gemm_reduce_scatter"](gpu, RANKS)]
-            assert "library" not in taken
             assert sum(name in ("chunks_2", "chunks_4", "tapered") for name in taken) >= CALLS
 
 

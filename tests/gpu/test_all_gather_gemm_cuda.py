@@ -23,7 +23,7 @@ from dlrm_fused.ops.all_gather_gemm import (
 from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, SHARE_A_GPU, captured, checked_on_all_ranks, delay
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.gpu.products import FP32, TIMEOUT_SECONDS, Products, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
@@ -35,11 +35,6 @@ SHAPES = ((512, 1024, 768), (33, 1032, 544), (700, 72, 2048)) if ON_GPU else ((1
 REPLAYS = 200 if ON_GPU else 3
 # Of one rounding, and of sums that are rounded in between.
 TOLERANCE = {FP32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-
-
-def schedules(pair: Pair) -> list[str]:
-    """But NCCL's, which refuses ranks that share a GPU."""
-    return [name for name in NAMES[pair] if name != "library" or not SHARE_A_GPU]
 
 
 class Layers(Products):
@@ -71,7 +66,7 @@ def every_schedule(group: SymmetricGroup, dtype: torch.dtype, shapes: Sequence[t
     held = []
     for seed, shape in enumerate(shapes):
         for pair in OPERATORS:
-            for schedule in schedules(pair):
+            for schedule in NAMES[pair]:
                 given = layers.draw(pair, *shape, seed)
                 delay(late)
                 held.append((pair, layers.call(pair, given, schedule), given))
@@ -84,9 +79,7 @@ def replays_of_graphs(group: SymmetricGroup) -> None:
     layers, late = Layers(group, HALF), random.Random(group.rank)
     graphs = []
     for pair in OPERATORS:
-        for schedule in schedules(pair):
-            if schedule == "library":
-                continue
+        for schedule in NAMES[pair]:
             given = layers.draw(pair, *SHAPES[0])
             graphs.append((pair, given, captured(partial(layers.call, pair, given, schedule))))
     for number in range(REPLAYS):
@@ -104,9 +97,7 @@ def same_bits(group: SymmetricGroup) -> None:
     layers, late = Layers(group, HALF), random.Random(group.rank)
     for pair in OPERATORS:
         given = layers.draw(pair, *SHAPES[0])
-        for schedule in schedules(pair):
-            if schedule == "library":
-                continue
+        for schedule in NAMES[pair]:
             first = layers.call(pair, given, schedule).clone()
             for _ in range(10 if ON_GPU else 1):
                 delay(late)
@@ -164,7 +155,7 @@ def no_wait_of_the_host(group: SymmetricGroup) -> None:
     layers = Layers(group, HALF)
     for pair in OPERATORS:
         x, weight = (tensor.requires_grad_() for tensor in layers.draw(pair, *SHAPES[0]))
-        for schedule in schedules(pair):
+        for schedule in NAMES[pair]:
             layers.call(pair, (x, weight), schedule).sum().backward()  # compiles
             torch.cuda.set_sync_debug_mode("error")
             try:

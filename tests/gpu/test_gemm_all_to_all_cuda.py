@@ -15,9 +15,11 @@ from torch import Tensor
 
 from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, gemm_all_to_all, reference
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu import products as common
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, SHARE_A_GPU, captured, checked_on_all_ranks, delay
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.gpu.products import FP32, TIMEOUT_SECONDS, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
@@ -25,8 +27,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 # The interpreter is slow.
 # Rows of a rank's block, columns and depths: of whole tiles, and not.
 SHAPES = ((256, 1024, 768), (33, 1032, 520), (500, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16), (7, 40, 24))
-# The library is NCCL, which refuses ranks that share a GPU.
-SCHEDULES = ("kernel", "chunks") if SHARE_A_GPU else ("kernel", "chunks", "library")
+SCHEDULES = ("kernel", "chunks")
 REPLAYS = 200 if ON_GPU else 4
 # Of one rounding.
 TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
@@ -142,7 +143,7 @@ def measured_once(group: SymmetricGroup) -> None:
     products.check(gemm_all_to_all(products.workspace, *given), *given)
     chosen = products.workspace.schedules.measured_here
     assert chosen.keys() == {(rows * group.world_size, columns, depth)}
-    assert {name for choice in chosen.values() for name in choice} <= set(SCHEDULES)
+    assert {name for choice in chosen.values() for name in choice} <= set(SPACE[Pair.gemm_all_to_all])
     assert len(set(group.gather(lambda: str(chosen)))) == 1, "all ranks take the same"
     replay = captured(partial(gemm_all_to_all, products.workspace, *given))
     products.check(replay(), *given)

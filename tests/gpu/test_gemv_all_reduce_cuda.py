@@ -16,7 +16,7 @@ from torch.nn.functional import rms_norm
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, SHARE_A_GPU, captured, checked_on_all_ranks, delay
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, checked_on_all_ranks, delay
 from tests.gpu.products import FP32, TIMEOUT_SECONDS, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
@@ -235,7 +235,6 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "many rows by chunks": partial(many_rows, schedule="chunks"),
     "many rows by scatter": partial(many_rows, schedule="scatter"),
     "many rows by copies": partial(many_rows, schedule="copies"),
-    **({} if SHARE_A_GPU else {"many rows by the library": partial(many_rows, schedule="library")}),  # NCCL's
     "every block shape": every_block_shape,
     "replays of graphs": replays_of_graphs,
     "calls in a row": calls_in_a_row,

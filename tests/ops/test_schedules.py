@@ -20,7 +20,7 @@ from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
 
 SHAPE, OTHER = (1024, 512, 256), (8, 512, 256)
-NAMES = ("kernel", "library")
+NAMES = ("kernel", "chunks")
 
 
 class TwoRanks:
@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def make(channel: Any, may_measure: bool = True) -> Schedules:
-    return Schedules("sums", channel, may_measure=may_measure, recorded={SHAPE: "library"})
+    return Schedules("sums", channel, may_measure=may_measure, recorded={SHAPE: "chunks"})
 
 
 def never(name: str) -> float:
@@ -68,7 +68,7 @@ def never(name: str) -> float:
 
 
 def test_a_shape_of_the_table_is_not_measured() -> None:
-    assert make(TwoRanks({})).choose(SHAPE, NAMES, never, rule=lambda: "kernel") == "library"
+    assert make(TwoRanks({})).choose(SHAPE, NAMES, never, rule=lambda: "kernel") == "chunks"
 
 
 def test_without_a_record_the_rule_decides_where_nothing_may_be_measured() -> None:
@@ -85,23 +85,23 @@ def test_records_are_of_a_gpu_an_operator_a_number_of_ranks_and_a_dtype() -> Non
 
 
 def test_the_slowest_rank_decides_and_the_choice_stays(caplog: pytest.LogCaptureFixture) -> None:
-    choice = make(TwoRanks({"kernel": 0.003, "library": 0.002}))
-    own = {"kernel": 0.001, "library": 0.0025}
+    choice = make(TwoRanks({"kernel": 0.003, "chunks": 0.002}))
+    own = {"kernel": 0.001, "chunks": 0.0025}
     with caplog.at_level(logging.INFO, "dlrm_fused"):
-        assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "kernel") == "library"
-        assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "library"
+        assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "kernel") == "chunks"
+        assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "chunks"
     assert [record.getMessage() for record in caplog.records] == [
-        "sums: schedule library for x [8, 256] and weight [512, 256] "
-        "(in graphs library; measured: kernel 3.000 ms, host 0.000; library 2.500 ms, host 0.000)"
+        "sums: schedule chunks for x [8, 256] and weight [512, 256] "
+        "(in graphs chunks; measured: kernel 3.000 ms, host 0.000; chunks 2.500 ms, host 0.000)"
     ]
 
 
 def test_the_hosts_time_counts_where_it_launches_and_not_in_graphs(gpu: dict[str, Any]) -> None:
-    own = {"kernel": CallSeconds(0.002, 0.001), "library": CallSeconds(0.001, 0.003)}
-    choice = make(TwoRanks({"kernel": 0.002, "library": 0.001}))
-    assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "library") == "kernel"
+    own = {"kernel": CallSeconds(0.002, 0.001), "chunks": CallSeconds(0.001, 0.003)}
+    choice = make(TwoRanks({"kernel": 0.002, "chunks": 0.001}))
+    assert choice.choose(OTHER, NAMES, own.__getitem__, rule=lambda: "chunks") == "kernel"
     gpu["capturing"] = True
-    assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "library"
+    assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "chunks"
 
 
 def test_a_recorded_schedule_that_cannot_run_here_is_not_taken() -> None:
@@ -110,9 +110,9 @@ def test_a_recorded_schedule_that_cannot_run_here_is_not_taken() -> None:
 
 
 def test_one_disturbed_round_decides_nothing() -> None:
-    own = iter([0.001, 0.002, 0.009, 0.002, 0.001, 0.002])  # kernel and library take turns
-    choice = make(TwoRanks({"kernel": [0.001, 0.001, 0.001], "library": [0.002, 0.0001, 0.002]}))
-    assert choice.choose(OTHER, NAMES, lambda _: next(own), rule=lambda: "library") == "kernel"
+    own = iter([0.001, 0.002, 0.009, 0.002, 0.001, 0.002])  # kernel and chunks take turns
+    choice = make(TwoRanks({"kernel": [0.001, 0.001, 0.001], "chunks": [0.002, 0.0001, 0.002]}))
+    assert choice.choose(OTHER, NAMES, lambda _: next(own), rule=lambda: "chunks") == "kernel"
 
 
 def test_a_rule_is_asked_once_for_a_shape() -> None:
@@ -122,11 +122,11 @@ def test_a_rule_is_asked_once_for_a_shape() -> None:
 
 
 def test_nothing_is_measured_while_a_graph_is_captured_but_later(gpu: dict[str, Any]) -> None:
-    choice = make(TwoRanks({"kernel": 0.003, "library": 0.002}))
+    choice = make(TwoRanks({"kernel": 0.003, "chunks": 0.002}))
     gpu["capturing"] = True
     assert choice.choose(OTHER, NAMES, never, rule=lambda: "kernel") == "kernel"
     gpu["capturing"] = False
-    assert choice.choose(OTHER, NAMES, {"kernel": 0.001, "library": 0.001}.__getitem__, rule=lambda: "kernel") == "library"
+    assert choice.choose(OTHER, NAMES, {"kernel": 0.001, "chunks": 0.001}.__getitem__, rule=lambda: "kernel") == "chunks"
 
 
 def test_what_graphs_take_has_run_with_a_layout_before_one_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,15 +189,6 @@ def test_copies_are_beside_and_what_is_computed_is_not(pair: Pair, schedule: Sch
                 assert task.lane is Lane.beside
 
 
-@pytest.mark.parametrize("pair", Pair)
-def test_the_librarys_collective_and_one_computation_do_not_overlap(pair: Pair) -> None:
-    for ranks, rows, plan in plans(pair, SCHEDULES["library"]):
-        assert [task.kind for task in plan] == [Kind.collective, Kind.compute][:: 1 if pair.moves_first else -1]
-        for task in plan:
-            assert task.lane is Lane.main
-            assert task.pieces == tuple(Piece(shift, 0, rows) for shift in range(ranks))
-
-
 @pytest.mark.parametrize("parts", [(1,), (1, 1), (1, 1, 1, 1)])
 def test_pieces_of_a_sum_travel_to_who_adds_them_up_and_back(parts: tuple[int, ...]) -> None:
     for ranks, rows, plan in plans(SUMS, Schedule("sums", Mover.copy_engine, parts)):

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
-from dlrm_fused.ops.all_gather_gemm.reference import all_gather
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
-from dlrm_fused.symmetric import name_lost_peer
 
 
 def gather_and_multiply(
@@ -22,14 +20,12 @@ def gather_and_multiply(
 ) -> Started:
     """[M, N] = the rows of all ranks @ weight.T; or, if ``is_transposed``, @ weight. Collective."""
     fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
-    if workspace.is_by_kernels and schedule.mover is not Mover.library:
+    if workspace.is_by_kernels:
         call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.all_gather_gemm)
         return Started(call.out, call.gathered_rows)
     if workspace.world_size == 1:
         gathered = x
-    elif schedule.mover is Mover.library:
-        gathered = _gathered_by_library(workspace, x, fingerprint)
     else:
         gathered = _gathered_as_rows(workspace, x, fingerprint)
     return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered)
@@ -87,13 +83,6 @@ def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) ->
         received=received if hosts.are_many else None,
     )
     return gathered
-
-
-def _gathered_by_library(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Tensor:
-    process_group = workspace.group.process_group
-    assert process_group is not None
-    with name_lost_peer():
-        return workspace.meet_beside(lambda: all_gather(x, process_group), fingerprint)
 
 
 class _Gather(PiecesCall):

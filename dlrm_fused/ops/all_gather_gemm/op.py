@@ -14,7 +14,7 @@ from dlrm_fused.ops.all_gather_gemm.gather import gather_and_multiply, gather_be
 from dlrm_fused.ops.all_gather_gemm.scatter import multiply_and_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.dispatch import Operator
-from dlrm_fused.ops.common.schedules import AUTO, LIBRARY
+from dlrm_fused.ops.common.schedules import AUTO
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.schedules import SCHEDULES, Pair
 from dlrm_fused.ops.schedules.estimate import Size
@@ -24,8 +24,8 @@ from dlrm_fused.symmetric.launches import aligned, layout_of
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
 NAMES = {
-    GATHER: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "arriving", "arriving_4"),
-    SCATTER: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
+    GATHER: ("kernel", "chunks", "chunks_2", "chunks_4", "tapered", "arriving", "arriving_4"),
+    SCATTER: ("kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
 }
 
 
@@ -38,9 +38,9 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
         x: [M / ranks, K], contiguous, in the workspace's dtype; M at most ``max_rows``, K at most ``max_columns``. Shapes must
             be equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype: this rank's part of the output features.
-        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``arriving``
-            and ``arriving_4``, see docs/schedules.md; or ``auto``, which takes the fastest: from a table, or measured here by
-            the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
+        schedule: one of ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``arriving`` and ``arriving_4``, see
+            docs/schedules.md; or ``auto``, which takes the fastest: from a table, or measured here by the first call with a
+            shape. Without a GPU, and between hosts, all are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -60,11 +60,11 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
         x: [M, K], contiguous, in the workspace's dtype: this rank's part of the input features; M a multiple of the ranks, at
             most ``max_rows``. Shapes must be equal on all ranks. Rows of all matrices are multiples of 16 bytes.
         weight: [N, K], contiguous; N at most ``max_columns``.
-        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``chunks_8`` and ``tapered``, or
+        schedule: one of ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``chunks_8`` and ``tapered``, or
             ``auto``.
 
     Returns:
-        [M / ranks, N] in the workspace's dtype. But for ``library``, peers' products are rounded once and added up in fp32.
+        [M / ranks, N] in the workspace's dtype. Peers' products are rounded once and added up in fp32.
 
     Raises:
         UsageError, CommunicationError: as :func:`all_gather_gemm`.
@@ -87,8 +87,6 @@ def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, sch
         workspace.check_size(("M", len(x)), ("N", len(weight)))
     if schedule not in (AUTO, *NAMES[pair]):
         raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join((AUTO, *NAMES[pair]))}")
-    if schedule == LIBRARY and not workspace.schedules[pair].has_library:
-        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; take another one, or auto")
     if pair is SCATTER and len(x) % workspace.world_size:
         raise UsageError(f"{name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
 
@@ -104,14 +102,12 @@ def _started(
     if schedule == AUTO:
         all_rows = len(x) * (workspace.world_size if pair is GATHER else 1)
         shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
-        # The first that is measured notices ranks that make another call; the library's would wait for them.
-        names = [name for name in SPACE[pair] if name != LIBRARY] + [LIBRARY] * workspace.schedules[pair].has_library
 
         def rule() -> str:
             size = Size(pair, workspace.world_size, *shape, workspace.dtype.itemsize)
-            return choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else names[0]
+            return choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else SPACE[pair][0]
 
-        schedule = workspace.schedules[pair].choose(shape, names, run, rule)
+        schedule = workspace.schedules[pair].choose(shape, SPACE[pair], run, rule)
     return run(schedule)
 
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
-from dlrm_fused.ops.all_gather_gemm.reference import reduce_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
-from dlrm_fused.symmetric import name_lost_peer
 
 
 def multiply_and_scatter(
@@ -27,25 +25,15 @@ def multiply_and_scatter(
     """
     factor = weight if is_transposed else weight.T
     fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)
-    if workspace.is_by_kernels and schedule.mover is not Mover.library:
+    if workspace.is_by_kernels:
         call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.gemm_reduce_scatter)
         return Started(call.out, lambda: x)
     if workspace.world_size == 1:
         out = x @ factor
-    elif schedule.mover is Mover.library:
-        out = _scattered_by_library(workspace, x, factor, fingerprint)
     else:
         out = _scattered_as_rows(workspace, x.float() @ factor.float(), fingerprint)
     return Started(out, lambda: x)
-
-
-def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, fingerprint: int) -> Tensor:
-    process_group = workspace.group.process_group
-    assert process_group is not None
-    product = workspace.meet_beside(lambda: x @ factor, fingerprint)
-    with name_lost_peer():  # lost between the epoch and here
-        return reduce_scatter(product, process_group)
 
 
 def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: int) -> Tensor:

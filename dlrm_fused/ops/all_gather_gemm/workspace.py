@@ -67,12 +67,6 @@ class ShardWorkspace(MatrixWorkspace):
         for memory in (self.gathered, self.received):
             self.group.release(memory)
 
-    def _meet(self, fingerprint: int) -> None:
-        if self.is_by_kernels:
-            self.pieces.begin(fingerprint)
-        else:
-            super()._meet(fingerprint)
-
     def epoch(self, schedule: Schedule, rows: int, fingerprint: int) -> Epoch:
         """Return the epoch of a call by kernels, with so many rows of a shard."""
         ends = ends_of(cut(rows, schedule.parts))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
@@ -89,29 +85,6 @@ class MatrixWorkspace(Workspace):
         for key, size in elements.items():
             if size * self.dtype.itemsize % ROW_BYTES:
                 raise UsageError(f"{self.name}: {key}={size} elements of {self.dtype}; needed: a multiple of {ROW_BYTES} bytes")
-
-    def meet_beside(self, product: Callable[[], Tensor], fingerprint: int) -> Tensor:
-        """Return the library's product, beside which the ranks of a host meet; what follows in the current stream follows both.
-
-        A collective of torch.distributed that follows would wait for a lost rank, or for one that makes another call, until the
-        limit of the process group, as it does for ranks of other hosts. So a rank that is lost, or makes another call, is
-        noticed as by the other schedules: on the CPU now, on GPUs by a later call.
-        """
-        beside = self.streams.beside
-        main = torch.cuda.current_stream(self.device.index) if beside else None
-        if beside and main:
-            beside.wait_stream(main)
-        with torch.cuda.stream(beside) if beside else nullcontext():
-            self._meet(fingerprint)
-        result = product()
-        if beside and main:
-            main.wait_stream(beside)
-        else:
-            self.channel.raise_fault()
-        return result
-
-    def _meet(self, fingerprint: int) -> None:
-        meet(self.channel, fingerprint)
 
     def schedules_of(self, operator: str, purpose: str = "") -> Schedules:
         """Return the schedules of this workspace's calls.

@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dlrm_fused.auto_choice import CallSeconds, call_seconds
 from dlrm_fused.ops.common.recorded import Shape as Shape
@@ -17,7 +16,7 @@ from dlrm_fused.symmetric import Channel
 
 logger = logging.getLogger("dlrm_fused")
 
-AUTO, LIBRARY = "auto", "library"
+AUTO = "auto"
 _ROUNDS = 3
 
 
@@ -34,7 +33,6 @@ class Schedules:
 
     Attributes:
         measured_here: by this workspace.
-        has_library: whether torch.distributed communicates tensors of the ranks' device.
     """
 
     def __init__(self, name: str, channel: Channel, *, may_measure: bool, recorded: Mapping[Shape, str]) -> None:
@@ -49,10 +47,6 @@ class Schedules:
         self._recorded = recorded
         self.measured_here: dict[Shape, Choice] = {}
         self._ruled: dict[Shape, str] = {}
-        process_group = channel.group.process_group
-        self.has_library = (
-            process_group is None or self._device.type == "cpu" or "nccl" in dist.get_backend_config(process_group)
-        )
         self._logged: set[tuple[str, Shape]] = set()
 
     def known(self, shape: Shape) -> str | None:
@@ -67,7 +61,7 @@ class Schedules:
         for the device.
 
         Args:
-            names: the schedules to choose from. The first must notice ranks that make another call: NCCL would wait for them.
+            names: the schedules to choose from.
             run: makes the call by one of them.
             rule: tells which is taken where nothing is known, and nothing may be measured.
 

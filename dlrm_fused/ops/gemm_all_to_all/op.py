@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
@@ -18,10 +17,11 @@ from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, OWN, SCHEDULES, by_rule
+from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, SCHEDULES, by_rule
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
-from dlrm_fused.symmetric import name_lost_peer
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.launches import aligned, layout_of
 
@@ -40,9 +40,9 @@ def gemm_all_to_all(
             equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
-        schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered`` or ``library``, see docs/schedules.md; or
-            ``auto``, which takes the fastest of ``kernel``, ``chunks``, ``chunks_2`` and ``library``: from a table, or measured
-            here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
+        schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4`` or ``tapered``, see docs/schedules.md; or ``auto``, which
+            takes the fastest of ``kernel``, ``chunks`` and ``chunks_2``: from a table, or measured here by the first call with
+            a shape. Without a GPU, and between hosts, all are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -83,12 +83,10 @@ def _check_schedule(workspace: GemmWorkspace, scale: Tensor | None, schedule: st
     name = workspace.name
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
-    if schedule in (*BY_PIECES, LIBRARY) and scale is not None:
+    if schedule in BY_PIECES and scale is not None:
         raise UsageError(
             f"{name}: schedule={schedule}: the library has no product with float8 weights and scales; allowed: auto, kernel"
         )
-    if schedule == LIBRARY and not workspace.schedules.has_library:
-        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks")
 
 
 def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> None:
@@ -128,11 +126,10 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: 
 def _choose_schedule(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> str:
     if scale is not None or workspace.group.hosts.are_many:
         return KERNEL
-    shape, known = (x.shape[0], weight.shape[0], weight.shape[1]), workspace.schedules
-    names = [*OWN, *[LIBRARY] * known.has_library]
-    return known.choose(
+    shape = x.shape[0], weight.shape[0], weight.shape[1]
+    return workspace.schedules.choose(
         shape,
-        names,
+        SPACE[Pair.gemm_all_to_all],
         lambda name: _send_by(name, workspace, x, weight, None),
         lambda: by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu),
     )
@@ -141,8 +138,6 @@ def _choose_schedule(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale:
 def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     rows, columns, blocks, hosts = x.shape[0], weight.shape[0], workspace.results, workspace.group.hosts
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
-    if schedule == LIBRARY:
-        return _send_by_library(workspace, x, weight, fingerprint_of(*call))
     if schedule in BY_PIECES and with_kernels and not hosts.are_many:
         return multiply_and_send_chunks(workspace, x, weight, ALL_SCHEDULES[schedule], fingerprint_of(*call))
     result = blocks.receive((rows, columns), workspace.dtype, workspace.result_bytes)
@@ -154,17 +149,6 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     else:
         scatter_rows(_product(x, weight, scale), _destinations(workspace, rows), window, rows_per_rank=rows)
     return blocks.to_hold(result)
-
-
-def _send_by_library(workspace: GemmWorkspace, x: Tensor, weight: Tensor, fingerprint: int) -> Tensor:
-    """The library's product, then torch.distributed's All-to-All: for shapes where nothing fused is faster."""
-    product = workspace.meet_beside(lambda: torch.nn.functional.linear(x, weight), fingerprint)
-    if workspace.group.process_group is None:
-        return product
-    result = torch.empty_like(product)
-    with name_lost_peer():  # lost between the epoch and here
-        dist.all_to_all_single(result, product, group=workspace.group.process_group)
-    return result
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None) -> Tensor:

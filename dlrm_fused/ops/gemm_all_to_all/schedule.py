@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dlrm_fused.ops.common.gpus import H100, Gpu
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
-from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
 from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.estimate import Size
 from dlrm_fused.ops.schedules.machines import machine_of
-from dlrm_fused.ops.schedules.rule import SPACE, choose
+from dlrm_fused.ops.schedules.rule import choose
 
 KERNEL, CHUNKS = "kernel", "chunks"
 # By a copy engine: names of dlrm_fused.ops.schedules.
 BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
-SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
-# auto measures these, besides the library's.
-OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
+SCHEDULES = (AUTO, KERNEL, *BY_PIECES)
 # On GPUs like an H100 with NVLink the library's product is at its best by chunks of so many rows, and so deep; this decides
 # where nothing was measured. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
 # (docs/schedules.md); other GPUs have it all the same.
@@ -38,5 +35,5 @@ def by_rule(ranks: int, shape: Shape, element_bytes: int, gpu: Gpu) -> str:
     """Return the schedule for a shape that nobody has measured."""
     rows, _, depth = shape
     if (gpu.multiprocessors, gpu.bf16, gpu.link) != (H100.multiprocessors, H100.bf16, H100.link):
-        return choose(Size(Pair.gemm_all_to_all, ranks, *shape, element_bytes), machine_of(gpu), OWN)
+        return choose(Size(Pair.gemm_all_to_all, ranks, *shape, element_bytes), machine_of(gpu))
     return CHUNKS if rows // ranks >= _CHUNK_ROWS and depth >= _CHUNK_DEPTH else KERNEL

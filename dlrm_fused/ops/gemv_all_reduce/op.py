@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
@@ -20,7 +19,6 @@ from dlrm_fused.ops.gemv_all_reduce.schedule import (
     AUTO,
     CHUNKS,
     COPIES,
-    LIBRARY,
     PRODUCT,
     SCATTER,
     check_schedule,
@@ -62,15 +60,14 @@ def gemv_all_reduce(
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
         schedule: ``kernel``, or of 16 bits ``product``, for up to 64 rows on GPUs; ``chunks``, ``scatter`` or ``copies``, for
-            more; ``library``; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call
-            with a shape. For up to 64 rows it does not take ``library``, which rounds more often. In a CUDA graph it may take
-            another than without: all ranks capture a call, or none.
-            Without a GPU, and between hosts, all but ``library`` are one.
+            more; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call with a shape.
+            In a CUDA graph it may take another than without: all ranks capture a call, or none. Without a GPU, and between
+            hosts, all are one.
 
     Returns:
         [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
         arXiv 1910.07467) times ``norm_weight``, or None. ``kernel`` and ``product`` round once, from fp32; the
-        others, the products of the ranks too; ``library``, after every addition.
+        others, the products of the ranks too.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
@@ -153,8 +150,6 @@ _SUMS: dict[str, Callable[..., Callable[[GemvWorkspace, Inputs], Tensor]]] = {
 
 def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
     """Return what makes calls of the layout of these inputs: the sum, and its norm where the operator has it, else empty."""
-    if schedule == LIBRARY:
-        return _sum_by_library
     if not workspace.sums_by_kernel:
         return _sum_over_hosts
     if len(inputs.x) <= MAX_ROWS:
@@ -237,20 +232,6 @@ def product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return torch.nn.functional.linear(x.float(), weight.float()).float()
     return torch.mm(x, weight.T, out_dtype=torch.float32)
-
-
-def _sum_by_library(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The library's product, then torch.distributed's all-reduce; rounded after each step."""
-    fingerprint = inputs.fingerprint(LIBRARY)
-    out = workspace.meet_beside(lambda: torch.nn.functional.linear(inputs.x, inputs.weight), fingerprint)
-    if workspace.group.process_group is not None:
-        dist.all_reduce(out, group=workspace.group.process_group)
-    for part in (inputs.bias, inputs.residual):
-        if part is not None:
-            out += part
-    if inputs.norm_weight is not None and _norm_is_part(workspace, inputs.x):
-        return out, torch.nn.functional.rms_norm(out, out.shape[-1:], inputs.norm_weight, inputs.norm_eps)
-    return _without_norm(out)
 
 
 def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
-from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
 from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
@@ -20,13 +19,13 @@ from dlrm_fused.ops.schedules.machines import Machine, machine_of
 from dlrm_fused.ops.schedules.rule import choose, copies_are_faster
 
 KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES = "kernel", "product", "chunks", "scatter", "copies"
-SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES, LIBRARY)
+SCHEDULES = (AUTO, KERNEL, PRODUCT, CHUNKS, SCATTER, COPIES)
 # The ranks divide the rows.
 _BY_SHARDS = (SCATTER, COPIES)
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
 # The schedules of many rows but copies, by their names in dlrm_fused.ops.schedules.
-OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER, "library": LIBRARY}
+OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER}
 
 
 def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: Tensor) -> None:
@@ -34,8 +33,6 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
     name, rows, ranks, bytes_ = workspace.name, len(x), workspace.world_size, x.element_size()
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
-    if schedule == LIBRARY and not workspace.schedules.has_library:
-        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: {', '.join(SCHEDULES[:-1])}")
     if (schedule in (KERNEL, PRODUCT) and rows > MAX_ROWS) or (schedule in (CHUNKS, *_BY_SHARDS) and rows <= MAX_ROWS):
         raise UsageError(
             f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel and product, more for "
@@ -62,9 +59,9 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
     rows = shape[0]
     if rows <= MAX_ROWS:
         has_product = rows > _ROWS_OF_THE_KERNEL and workspace.dtype != torch.float32
-        names = [KERNEL] + [PRODUCT] * has_product  # the library's rounds more often
+        names = [KERNEL] + [PRODUCT] * has_product
     else:
-        names = [CHUNKS, *_BY_SHARDS * _has_shards(workspace, shape)] + [LIBRARY] * workspace.schedules.has_library
+        names = [CHUNKS, *_BY_SHARDS * _has_shards(workspace, shape)]
     if not workspace.sums_by_kernel or len(names) == 1:
         return names[0]
     return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape, names))

@@ -154,9 +154,7 @@ class _Clock:
     def _steps(self, task: Task) -> Iterator[tuple[Piece, float, float]]:
         """Yield the steps of a task in order: a piece, when it may begin, and how long it takes."""
         arrivals = [max(self.ended[other].values()) + self.times.machine.wait_us for other in task.arrivals]
-        if task.kind is Kind.collective:
-            yield task.pieces[0], 0.0, self.times.of(task, task.pieces[0])
-        elif len(task.pieces) > 1 and not self.times.schedule.is_one_product:  # one launch for all
+        if len(task.pieces) > 1 and not self.times.schedule.is_one_product:  # one launch for all
             all_rows = Piece(0, 0, sum(piece.rows for piece in task.pieces))
             yield all_rows, 0.0, self.times.of(replace(task, pieces=(all_rows,)), all_rows)
         elif task.kind is Kind.combine and len(task.pieces) == 1 and arrivals:  # own rows, piece by piece
@@ -187,12 +185,9 @@ class _Times:
 
     def of(self, task: Task, piece: Piece | None) -> float:
         """Return the microseconds that a task needs for one of its pieces."""
-        size, machine = self.size, self.machine
+        machine = self.machine
         if piece is None or task.kind in (Kind.begin, Kind.gate):
             return machine.wait_us
-        if task.kind is Kind.collective:
-            share = machine.library_sum_share if size.pair is Pair.gemm_all_reduce else machine.library_share
-            return machine.collective_us + size.link_bytes / (machine.peer_copies * share * 1e3)
         if task.kind is Kind.mark:
             return machine.mark_us
         if task.kind is Kind.move:

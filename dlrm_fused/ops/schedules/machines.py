@@ -22,8 +22,6 @@ class Machine:
         teraflops: 10^12 operations a second, of the library's product of large matrices in 16 bits.
         memory: GB/s, bytes read plus bytes written within the GPU.
         peer_copies, peer_stores: GB/s to all peers together, by copy engines and by stores of a kernel.
-        library_share: of ``peer_copies``, what the library's collectives reach.
-        library_sum_share: the same of its all-reduce.
         kernel_share: of the library's speed, what this project's products reach between two tiles.
         store_depth: what storing a tile takes them, in units of the inner dimension that could be multiplied meanwhile.
         add_depth: the same of adding to a tile what the peers have sent.
@@ -35,7 +33,6 @@ class Machine:
         move_us: a copy engine's, beside the bytes.
         mark_us: until a peer knows that a piece has come.
         wait_us: of a gate, and of a kernel that finds its piece there.
-        collective_us: the library's, beside the bytes.
         sum_us: of a kernel that adds up over the ranks what they have, beside the bytes.
         sum_share: of ``peer_stores``, what such a kernel reaches.
     """
@@ -46,8 +43,6 @@ class Machine:
     peer_copies: float
     peer_stores: float
     multiprocessors: int
-    library_share: float = 0.552
-    library_sum_share: float = 0.781
     kernel_share: float = 0.935
     store_depth: float = 75.0
     add_depth: float = 200.0
@@ -59,7 +54,6 @@ class Machine:
     move_us: float = 0.0
     mark_us: float = 5.83
     wait_us: float = 1.55
-    collective_us: float = 13.4
     sum_us: float = 9.21
     sum_share: float = 1.04
 

@@ -24,7 +24,6 @@ class Kind(enum.StrEnum):
     """The work of a task."""
 
     begin = "begin"  # meets the peers, which can receive then
-    collective = "collective"  # the library's, for all pieces at once
     compute = "compute"
     move = "move"
     mark = "mark"  # tells the peer that a piece has come
@@ -119,8 +118,6 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
 
 
 def _tasks(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Tasks:
-    if schedule.mover is Mover.library:
-        return _serial(pair, ranks, shard_rows)
     if schedule.mover is Mover.other_kernel:
         if pair is not Pair.gemm_all_reduce:
             raise ValueError(f"{pair}: schedule {schedule.name} adds up over the ranks; of {Pair.gemm_all_reduce} alone")
@@ -151,12 +148,6 @@ def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Pi
         for number, (first, last) in enumerate(cut(shard_rows, schedule.parts))
         for shift in range(1, ranks)
     ]
-
-
-def _serial(pair: Pair, ranks: int, shard_rows: int) -> Tasks:
-    pieces = tuple(Piece(shift, 0, shard_rows) for shift in range(ranks))
-    collective, compute = Task(Kind.collective, Lane.main, pieces), Task(Kind.compute, Lane.main, pieces)
-    return (collective, compute) if pair.moves_first else (compute, collective)
 
 
 def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Tasks:

@@ -13,17 +13,17 @@ from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_be
 _KEPT_CHOICES = 1024
 # The measured schedules without which some call would take noticeably longer; docs/schedules.md.
 SPACE = {
-    Pair.all_gather_gemm: ("library", "kernel", "chunks", "chunks_4", "arriving"),
-    Pair.gemm_reduce_scatter: ("library", "kernel", "chunks_2", "tapered"),
-    Pair.gemm_all_to_all: ("library", "kernel", "chunks", "chunks_2"),
-    Pair.gemm_all_reduce: ("library", "kernel", "sums_beside"),
+    Pair.all_gather_gemm: ("kernel", "chunks", "chunks_4", "arriving"),
+    Pair.gemm_reduce_scatter: ("kernel", "chunks_2", "tapered"),
+    Pair.gemm_all_to_all: ("kernel", "chunks", "chunks_2"),
+    Pair.gemm_all_reduce: ("kernel", "sums_beside"),
 }
 
 
 def space_of(size: Size) -> tuple[str, ...]:
     """The schedules that a call of this size can be run by, of :data:`SPACE`."""
     has_few_rows = size.pair is Pair.gemm_all_reduce and size.rows <= FEW_ROWS
-    return ("library", "kernel") if has_few_rows else SPACE[size.pair]
+    return ("kernel",) if has_few_rows else SPACE[size.pair]
 
 
 def schedule_of(size: Size, name: str) -> Schedule:

@@ -26,7 +26,6 @@ class Pair(enum.StrEnum):
 class Mover(enum.StrEnum):
     """Who moves data between ranks."""
 
-    library = "library"  # torch.distributed's collective, between two computations that do not overlap with it
     same_kernel = "same_kernel"  # the programs that compute store at the peers
     other_kernel = "other_kernel"  # a kernel on a stream beside, which takes multiprocessors from the computation
     copy_engine = "copy_engine"  # DMA on a stream beside, which takes none
@@ -54,7 +53,6 @@ class Schedule:
 
 
 _ALL = (
-    Schedule("library", Mover.library),
     Schedule("kernel", Mover.same_kernel, is_one_product=True),
     Schedule("chunks", Mover.copy_engine),
     Schedule("chunks_2", Mover.copy_engine, parts=(1, 1)),

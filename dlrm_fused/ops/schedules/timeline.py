@@ -9,7 +9,6 @@ from dlrm_fused.ops.schedules.plan import Kind, Lane
 
 _COLOURS = {
     Kind.begin: "#9e9e9e",
-    Kind.collective: "#c62828",
     Kind.compute: "#1565c0",
     Kind.combine: "#00838f",
     Kind.move: "#ef6c00",

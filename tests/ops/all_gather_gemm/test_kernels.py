@@ -35,7 +35,7 @@ def test_three_ranks_with_more_shapes() -> None:
     check([*BY_SCHEDULE[1:9:3], *OTHER_SHAPES, *BY_SCHEDULE[10::2]], ranks=3, calls=9, with_gradients=True)
 
 
-@pytest.mark.parametrize("first", ["library", "chunks"])
+@pytest.mark.parametrize("first", ["kernel", "chunks"])
 def test_a_peer_that_is_ahead_does_not_send_while_gathered_rows_are_read(first: str) -> None:
     """In the backward pass of the first call."""
     check([Case(GATHER, 40, 72, 24, first), Case(GATHER, 40, 72, 24, "chunks_2")], ranks=2, calls=40, with_gradients=True)

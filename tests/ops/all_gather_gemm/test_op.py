@@ -28,10 +28,9 @@ from tests.ops.all_gather_gemm.cases import OPERATOR, Case, Inputs, call, check,
 from tests.ops.checked_calls import check_reference
 
 GATHER, SCATTER = Case(Pair.all_gather_gemm, 24, 72, 40), Case(Pair.gemm_reduce_scatter, 24, 72, 40)
-# Without kernels, and between hosts, all schedules but the library's are one.
-BOTH_PATHS = [
-    Case(pair, rows, columns, depth, schedule)
-    for schedule in (AUTO, "library")
+# Without kernels, and between hosts, all schedules are one.
+CASES = [
+    Case(pair, rows, columns, depth, AUTO)
     for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
     for rows, columns, depth in ((24, 72, 40), (5, 8, 16))
 ]
@@ -39,11 +38,11 @@ BOTH_PATHS = [
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_and_gradients_with_a_straggler(ranks: int) -> None:
-    check(BOTH_PATHS, ranks, calls=4 * len(BOTH_PATHS), with_gradients=True)
+    check(CASES, ranks, calls=4 * len(CASES), with_gradients=True)
 
 
 def test_sixteen_bits() -> None:
-    check(BOTH_PATHS, ranks=2, calls=len(BOTH_PATHS), dtype=torch.bfloat16, with_gradients=True)
+    check(CASES, ranks=2, calls=len(CASES), dtype=torch.bfloat16, with_gradients=True)
 
 
 def unfused(case: Case, own: Inputs) -> Tensor:
@@ -87,7 +86,7 @@ def error_of_a_call(case: Case, is_refused: bool) -> str:
         return answer
 
 
-@pytest.mark.parametrize("case", BOTH_PATHS[::2], ids=lambda case: f"{case.pair} {case.schedule}")
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: f"{case.pair} {case.schedule}")
 def test_a_rank_that_refuses_a_call_is_named(case: Case) -> None:
     first, second, third = run_ranks(3, error_of_a_call, case, True)
     assert second.startswith("UsageError: layers: x is torch.float64")
@@ -97,7 +96,7 @@ def test_a_rank_that_refuses_a_call_is_named(case: Case) -> None:
         assert "did not take part" in told
 
 
-@pytest.mark.parametrize("case", BOTH_PATHS[::2], ids=lambda case: f"{case.pair} {case.schedule}")
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: f"{case.pair} {case.schedule}")
 def test_ranks_that_make_other_calls_are_told_at_once(case: Case) -> None:
     for told in run_ranks(2, error_of_a_call, case, False):
         assert told.startswith("CommunicationError")
@@ -109,8 +108,8 @@ def call_until_rank_1_is_killed() -> None:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         workspace = new_workspace(symmetric_group())
-        for number, case in enumerate(itertools.cycle(BOTH_PATHS)):
-            if rank.index == 1 and number == 2 * len(BOTH_PATHS) + 3:
+        for number, case in enumerate(itertools.cycle(CASES)):
+            if rank.index == 1 and number == 2 * len(CASES) + 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             own = draw(case, rank.world_size, number, torch.float32)[rank.index]
             for leaf in (own.x, own.weight):

@@ -161,9 +161,7 @@ USES = [
             ("M", "gathered", given(GATHER, x=lambda x: x.repeat(2, 1))),
             ("N", "gathered", given(GATHER, weight=lambda weight: weight[:8])),
             ("M", "scattered", given(SCATTER, x=lambda x: x.repeat(2, 1))),
-            ("N", "gathered by the library", given(GATHER, "library", weight=lambda weight: weight[:8])),
-            ("M", "scattered by the library", given(SCATTER, "library", x=lambda x: x.repeat(2, 1))),
-            ("the schedule", "gathered", by_schedule(GATHER, "library")),
+            ("the schedule", "gathered", by_schedule(GATHER, "chunks")),
         )
     ),
     calls_that_differ("calls in another order", make_calls_in_another_order),

@@ -29,7 +29,6 @@ from tests.ops.gemm_all_to_all.cases import Case, check
 pytestmark = pytest.mark.interpreted
 
 EQUAL, NARROW, CHUNKS = Case(72, 40, rows=24), Case(8, 24, rows=12), Case(72, 40, rows=24, schedule="chunks")
-LIBRARY = Case(72, 40, rows=24, schedule="library")
 SMALL, WIDE = Case(40, 24, rows=48), Case(80, 48, rows=48)
 
 
@@ -90,11 +89,11 @@ def test_results_of_pieces() -> None:
 
 @pytest.mark.parametrize(("ranks", "calls"), [(1, 6), (2, 20), (3, 10), (4, 10), pytest.param(2, 100, marks=pytest.mark.slow)])
 def test_results_with_a_straggler(ranks: int, calls: int) -> None:
-    check([EQUAL, SMALL, NARROW, CHUNKS, LIBRARY, WIDE], ranks, calls)
+    check([EQUAL, SMALL, NARROW, CHUNKS, WIDE], ranks, calls)
 
 
 def test_gradients() -> None:
-    check([EQUAL, SMALL, CHUNKS, LIBRARY, WIDE], ranks=2, calls=10, with_gradients=True)
+    check([EQUAL, SMALL, CHUNKS, WIDE], ranks=2, calls=10, with_gradients=True)
 
 
 def test_sixteen_and_eight_bits() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, gemm_all_to_all, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.ops.workspace_wrong_use import (
@@ -85,10 +84,6 @@ USES = [
     WrongUse("x in fp16", given(x=Tensor.half), "x is torch.float16", SECOND),
     WrongUse("weights in fp8 without scale", given(weight=lambda weight: weight.to(FP8)), "without scale", SECOND),
     WrongUse("fp8 by chunks", eight_bits_by("chunks"), "schedule=chunks", SECOND),
-    WrongUse("fp8 by the library", eight_bits_by("library"), "schedule=library", SECOND),
-    WrongUse(
-        "other columns, by the library", ones(COLUMNS + 4, schedule="library"), "differ", SECOND, error=CommunicationError
-    ),
     WrongUse('`schedule="fast"`', by_schedule("fast"), "schedule=fast", SECOND),
     WrongUse("rows that do not divide by the ranks", given(x=lambda x: x[:3]), "x has 3 rows", SECOND),
     WrongUse("K of x and weight differ", given(x=lambda x: x[:, :8].contiguous()), "their K must be equal", SECOND),

@@ -50,9 +50,9 @@ def results_and_gradients(schedule: str | None) -> dict[str, Tensor]:
         return {"out": out.detach(), "normed": normed.detach(), **gradients}
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (3, "auto"), (3, "library")])
-def test_results_and_gradients_are_those_of_the_reference(ranks: int, schedule: str) -> None:
-    fused = run_ranks(ranks, results_and_gradients, schedule)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_results_and_gradients_are_those_of_the_reference(ranks: int) -> None:
+    fused = run_ranks(ranks, results_and_gradients, "auto")
     expected = run_ranks(ranks, results_and_gradients, None)
     for own, wanted in zip(fused, expected, strict=True):
         assert own.keys() == wanted.keys()

@@ -114,7 +114,7 @@ USES = [
     WrongUse(
         "`schedule=fastest`",
         by_schedule("fastest"),
-        "schedule=fastest; allowed: auto, kernel, product, chunks, scatter, copies, library",
+        "schedule=fastest; allowed: auto, kernel, product, chunks, scatter, copies",
         SECOND,
     ),
     WrongUse("`schedule=chunks` for few rows", by_schedule("chunks"), f"schedule=chunks for m={ROWS}", SECOND),
