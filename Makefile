@@ -6,6 +6,7 @@
 # make test-stack  the tests that tell most about a release of torch: with STACK and VENV of its own, what .ci/run does beside
 # make test-triton    kernels compile with the Triton of the oldest stack, too; part of what .ci/run does
 # make test-hosts  what takes longest, most of it on several hosts (network namespaces, Slurm), as root; not part of test-all
+# make test-gpu    tests/gpu on all GPUs of the machine
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #
@@ -37,7 +38,7 @@ WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 $(2) -m "$(1)"
 MOST_WITHOUT_KERNELS = 850
 MOST_WITH_KERNELS    = 320
 
-.PHONY: packages setup setup-dev train test test-all test-stack test-triton test-hosts test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
+.PHONY: packages setup setup-dev train test test-all test-stack test-triton test-hosts test-gpu test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
     $(addsuffix -with-kernels,test test-all)
 
 packages: $(VENV)/packages-$(DEVICE)
@@ -85,6 +86,11 @@ test-hosts: setup-dev
 	$(PYTEST) -m "exhaustive and not interpreted"
 	TRITON_INTERPRET=1 $(PYTEST) -m "exhaustive and interpreted"
 	KILLS=10 $(PYTEST) tests/distributed/test_two_hosts.py -k killed_at_random_moments
+
+# Runs that are killed take longest, and so begin first.
+LONGEST_ON_GPUS = tests/gpu/test_training_cuda.py
+test-gpu: setup-dev
+	$(PYTEST) -n 10 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
 
 test-fast: setup-dev
 	$(PYTEST) -n 2 -m "not interpreted and not slow" tests/unit

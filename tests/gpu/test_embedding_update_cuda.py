@@ -82,6 +82,16 @@ def skip_unless_fbgemm_updates(optimizer: str) -> None:
         pytest.skip(f"this build of FBGEMM has no {prefix}... for CUDA")
 
 
+def train_by_fbgemm(embeddings: Any, lookup: Lookup) -> None:
+    """FBGEMM 1.6 cannot train tables of 16 bits with Adam: it makes an empty row counter of their dtype, and refuses it."""
+    try:
+        embeddings(lookup.indices, lookup.offsets).backward(lookup.gradients)
+    except RuntimeError as error:
+        if "'row_counter_dev' to have scalar type Float, but found Half" not in str(error):
+            raise
+        pytest.skip("this FBGEMM does not train tables of fp16 with Adam")
+
+
 FBGEMM_NAMES = {
     "RowwiseAdagrad": "EXACT_ROWWISE_ADAGRAD",
     "Sgd": "EXACT_SGD",
@@ -183,7 +193,7 @@ def test_equals_fbgemm(mean: bool, dtype: torch.dtype, optimizer: str) -> None:
     embeddings = fbgemm_of(tables)
     for step in range(2):
         lookup = make_lookup(tables, 500, 6, hot=0.2, generator=random(step))
-        embeddings(lookup.indices, lookup.offsets).backward(lookup.gradients)
+        train_by_fbgemm(embeddings, lookup)
         update(lookup)
     tolerance = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(tables.weights, embeddings.weights_dev.data, rtol=tolerance, atol=tolerance)
