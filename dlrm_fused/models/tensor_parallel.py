@@ -59,15 +59,26 @@ def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _both_ways(x, lambda x: _own(x, group).clone(), lambda gradient: _all_gather(gradient, group) / group.size())
 
 
-def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """x, equal on all ranks, into sharded layers: backward, the gradients of the pieces are summed (Megatron's f)."""
+class _ColumnParallel(torch.autograd.Function):
+    """x @ weight.T, where x is equal on all ranks: backward, the gradients of the ranks' pieces are summed (Megatron's f).
 
-    def sum_over_ranks(gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+    While they are, the gradient of the weight is computed.
+    """
 
-    return x if group_size(group) == 1 else _both_ways(x, _alias, sum_over_ranks)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        of_x = (gradient @ weight).contiguous()
+        summed = dist.all_reduce(of_x, group=ctx.group, async_op=True)
+        of_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        summed.wait()
+        return of_x, of_weight, None
 
 
 def _mean_of_ranks(weight: Tensor, ranks: int) -> Tensor:
@@ -139,10 +150,13 @@ class LayerProducts:
         Returns:
             [n * b, ..., N_local], of the samples of all ranks.
         """
+        if self.group is None or self.group.size() == 1:
+            return F.linear(x, weight)
+        x, weight = self._in_compute_dtype(x), self._in_compute_dtype(weight)
         if self.shards is None:
-            return F.linear(copy_to_ranks(x, self.group), weight)
+            return cast(Tensor, _ColumnParallel.apply(x, weight, self.group))
         workspace, ranks = self.shards, self.shards.world_size
-        x, weight = self._in_compute_dtype(x), _mean_of_ranks(self._in_compute_dtype(weight), ranks)
+        weight = _mean_of_ranks(weight, ranks)
         rows = x.flatten(0, -2).contiguous()
         # Rows beyond the workspace's memory go in further calls.
         parts = [all_gather_gemm(workspace, part, weight) for part in rows.split(workspace.max_rows // ranks)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrm_fused.config import ModelConfig
 from dlrm_fused.errors import UsageError
@@ -106,6 +109,39 @@ def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, ho
         torch.testing.assert_close(result[0], encoded, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result[1], gradients, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(result[2], dict(model.state_dict()), rtol=0, atol=0)
+
+
+class Products(TorchDispatchMode):
+    """Notes products of matrices, beside what others note."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self._events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_travel_while_those_of_the_weight_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def all_reduce(gradient: Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        assert gradient.is_contiguous()
+        assert async_op
+        events.append("begin")
+        return SimpleNamespace(wait=lambda: events.append("wait"))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    x, weight = torch.randn(2, 5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    out = LayerProducts(group).columns(x, weight)
+    with Products(events):
+        out.sin().sum().backward()
+    assert events == ["product", "begin", "product", "wait"]
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight).sin().sum(), (x, weight))
+    torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
 def error_of(changes: dict[str, int]) -> str:
