@@ -20,7 +20,7 @@ from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task
 from dlrm_fused.scaleout.topologies import Pattern, Topology
 from dlrm_fused.scaleout.workload import Workload
 
-HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
+HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS, SUMS = "host", "main", "input dist", "All-to-All", "AllReduce", "sums of layers"
 LOOKUP, POOLED, LOOKUP_AND_POOLED = "lookup", "pooled embeddings", "lookup and All-to-All"
 # By traces: what comes from ranks is joined, and brought to the order of features; gradients go the same way back, in pieces by
 # rank, and are divided. On one rank the order of gradients is left.
@@ -134,12 +134,20 @@ class _Step:
 
     def _pass(self, part: str, pieces: Sequence[Kernel | Exchange], gradients: Sequence[Gradient] = ()) -> Iterator[Task]:
         """Yield the tasks of a pass; AllReduces of dense gradients start when these have been computed."""
-        buckets = _buckets(gradients)
+        buckets, beside = _buckets(gradients), list[str]()
         in_order = fused(pieces, is_backward=part == "backward") if self._is_fused else enumerate(pieces)
         for number, piece in in_order:
             name = f"{part} {number}: {_name(piece)}"
+            if part == "backward" and isinstance(piece, Exchange) and piece.collective == "all_reduce":
+                # Of a tensor-parallel layer's input: the gradient of the weight is computed meanwhile.
+                yield from self._piece(name, piece, SUMS)
+                beside.append(name)
+                continue
             yield from self._piece(name, piece)
             self._last = name
+            if beside:
+                self._last = f"{part} {number}: both"
+                yield Task(self._last, MAIN, Compute(0.0), (name, beside.pop()))
             while buckets and buckets[0].after <= number:
                 yield from self._bucket(buckets.pop(0))
         sharded = sum(gradient.bytes for gradient in gradients if gradient.is_sharded)
@@ -147,14 +155,14 @@ class _Step:
             phases = self._library_phases("all_reduce", strided(self._topology, self._work.group_ranks), sharded)
             yield from self._exchange("gradients of shards", GRADIENTS, phases, (self._last,))
 
-    def _piece(self, name: str, piece: Kernel | Exchange | SendingKernel) -> Iterator[Task]:
+    def _piece(self, name: str, piece: Kernel | Exchange | SendingKernel, stream: str = MAIN) -> Iterator[Task]:
         after = (self._last,)
         match piece:
             case Kernel():
                 yield Task(name, MAIN, Compute(self._machine.seconds(piece, self._dtype)), after)
             case Exchange():
                 group = consecutive(self._topology, piece.ranks)
-                yield from self._exchange(name, MAIN, self._library_phases(piece.collective, group, piece.bytes), after)
+                yield from self._exchange(name, stream, self._library_phases(piece.collective, group, piece.bytes), after)
             case SendingKernel(kernel, exchange):
                 group = consecutive(self._topology, exchange.ranks)
                 # An AllReduce sends parts to be summed, and sums.

@@ -19,6 +19,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import training_flops
+from dlrm_fused.scaleout import collectives
 from dlrm_fused.scaleout.command import main
 from dlrm_fused.scaleout.dense_trace import DenseWork, Exchange, Gradient, Kernel, trace
 from dlrm_fused.scaleout.machine import Machine, read
@@ -275,6 +276,16 @@ class TestStep:
         timeline = simulate(tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=False), network)
         lookup = MACHINE.launch + 1e9 / 2e12
         assert embedding_seconds(timeline) == pytest.approx(lookup + MACHINE.collective + 2 * self.COPY, rel=1e-3)
+
+    def test_gradients_of_a_layers_input_are_summed_while_those_of_its_weight_are_computed(self) -> None:
+        product, network = Kernel("mm", 2e10, 2e6), Switch(16, 1e11, 1e-6)
+        alone, short, long = (
+            self.seconds(replace(self.ALONE, dense=DenseWork([], [product, *summed, product])), 16, is_fused=False)
+            for summed in ([], [Exchange("all_reduce", 1e4, 16)], [Exchange("all_reduce", 1e9, 16)])
+        )
+        assert short == pytest.approx(alone)
+        travel = collectives.seconds(network, collectives.all_reduce_auto(network, 1e9))
+        assert long - alone == pytest.approx(MACHINE.collective + travel - MACHINE.seconds(product, "bf16"), rel=1e-3)
 
     def test_a_rank_alone_communicates_nothing(self) -> None:
         alone = self.seconds(self.WORK, 1, is_fused=True)
