@@ -139,7 +139,7 @@ class _Step:
         for number, piece in in_order:
             name = f"{part} {number}: {_name(piece)}"
             if part == "backward" and isinstance(piece, Exchange) and piece.collective == "all_reduce":
-                # Of a tensor-parallel layer's input: the gradient of the weight is computed meanwhile.
+                # It sums gradients of a tensor-parallel layer's input, while that of the weight is computed.
                 yield from self._piece(name, piece, SUMS)
                 beside.append(name)
                 continue
