@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlrm_fused.auto_choice import measure_both
 from dlrm_fused.config import Comm, Config
@@ -25,8 +26,8 @@ _MAX_ROWS = 32_768
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> LayerProducts:
     """Return the product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
 
-    With ``auto``, all ways are measured: the products of a block, forward, with the rows of a training batch. That in which
-    each rank has its own rows between layers is among them on GPUs of one host.
+    With ``auto``, all ways are measured: the products of a block, forward and backward, with the rows of a training batch. That
+    in which each rank has its own rows between layers is among them on GPUs of one host.
 
     Args:
         group: ranks that share the layers; None for this rank alone, where there is nothing to sum.
@@ -111,21 +112,22 @@ def fused_product(
 
 
 def _products_of_a_block(product: LayerProducts, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the four products of a block. Collective."""
+    """Return a function that computes the four products of a block and their gradients. Collective."""
     assert product.group is not None
     width, dtype, ranks = config.model.d_model, compute_dtype(config), product.group.size()
-    norm_weight = torch.ones(width, dtype=dtype, device=device)
-    between = torch.ones(rows // ranks if product.shards else rows, width, dtype=dtype, device=device)
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+
+    norm_weight, between = ones(width), ones(rows // ranks if product.shards else rows, width)
     # Columns of a column-parallel weight, and depth of the row-parallel one behind it: attention makes one result of three.
     sizes = [(3 * width // ranks, width // ranks), (FEED_FORWARD_FACTOR * width // ranks,) * 2]
-    weights = [
-        (torch.ones(columns, width, dtype=dtype, device=device), torch.ones(width, depth, dtype=dtype, device=device))
-        for columns, depth in sizes
-    ]
+    weights = [(ones(columns, width), ones(width, depth)) for columns, depth in sizes]
 
-    @torch.no_grad()
-    def multiply() -> None:
+    @torch.enable_grad()  # also where the model is only to be evaluated
+    def train() -> None:
         for into, out_of in weights:
-            product(product.columns(between, into)[:, : out_of.shape[1]], out_of, between, norm_weight)
+            result = product(product.columns(between, into)[:, : out_of.shape[1]], out_of, between, norm_weight)
+            torch.autograd.grad(result, (between, into, out_of), [torch.ones_like(part) for part in result])
 
-    return multiply
+    return train

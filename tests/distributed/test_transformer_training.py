@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.config import Config
+from dlrm_fused.models import product_choice
 from dlrm_fused.models.product_choice import choose_product
 from dlrm_fused.models.tensor_parallel import LayerProducts
+from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, evaluate, losses, run_ranks, small_config, summary, train
 from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory
 
@@ -113,3 +116,33 @@ def test_layers_of_ranks_without_shared_memory_run_as_with_baseline_unless_stric
     for is_baseline, message in run_ranks(2, choose_without_symmetric_memory, product, config):
         assert is_baseline
         assert message == "comm_strict=true: tensor-parallel layers without fused communication: no peer access"
+
+
+def choose_by_measurement(config: Config) -> tuple[bool, list[list[int]]]:
+    """Whether the fused way was chosen; and the shapes of gradients that the measured ways computed, one after the other."""
+    shapes: list[list[int]] = []
+    gradients_of = torch.autograd.grad
+
+    def note_shapes(*given):
+        found = gradients_of(*given)
+        shapes.extend(list(gradient.shape) for gradient in found)
+        return found
+
+    def measure_both(fused, unfused, group, device, **names):
+        fused()
+        unfused()
+        return BothWays(fused=1.0, unfused=2.0)
+
+    torch.autograd.grad, product_choice.measure_both = note_shapes, measure_both
+    device = torch.device("cpu")
+    with process_group(Rank.from_environment(), device), torch.no_grad():  # as where a model is evaluated
+        return product(config, dist.group.WORLD, device).workspace is not None, shapes
+
+
+def test_auto_measures_layers_forward_and_backward(tmp_path):
+    config = small_config(tmp_path, *SETTINGS, "comm=auto")
+    rows, width = 2 * -(-config.training.global_batch_size // 2) * 7, 16
+    attention, feed_forward = [[3 * width // 2, width], [width, width // 2]], [[2 * width, width], [width, 2 * width]]
+    for is_fused, shapes in run_ranks(2, choose_by_measurement, config):
+        assert is_fused
+        assert shapes == 2 * [[rows, width], *attention, [rows, width], *feed_forward]
