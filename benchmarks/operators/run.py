@@ -26,6 +26,7 @@ from benchmarks.common.harness import (
 )
 from benchmarks.operators.case import DTYPE, Case, Operator, Pass
 from benchmarks.operators.report import line, summarize, table
+from dlrm_fused.errors import UsageError
 
 # Shorter calls are timed in CUDA graphs where these are asked for, so that launches do not count.
 GRAPH_MICROSECONDS = 50.0
@@ -120,6 +121,8 @@ class Run:
         """Return the record of a cell's stage."""
         passes, only = case.passes(stage), self.options.contestants
         if only:
+            if not passes.keys() & set(only):
+                raise UsageError(f"--contestants {' '.join(only)}: allowed for {stage}: {', '.join(passes)}")
             kept = {*only, *case.rivals}
             passes = {name: call for name, call in passes.items() if name in kept}
         timed = time_passes(self.world, case, passes, self.options.seconds_per_cell, self.options.graphs)

@@ -72,13 +72,14 @@ class _ColumnParallel(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_x = (gradient @ weight).contiguous()
+        rows = gradient.flatten(0, -2)
+        of_x = rows @ weight
         summed = dist.all_reduce(of_x, group=ctx.group, async_op=True)
-        of_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        of_weight = rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         summed.wait()
-        return of_x, of_weight, None
+        return of_x.view_as(x), of_weight, None
 
 
 def _mean_of_ranks(weight: Tensor, ranks: int) -> Tensor:

@@ -119,7 +119,8 @@ def test_two_hosts_of_two_ranks_have_the_same_bits_again_and_again_and_those_of_
     assert len(same) + len(close) == len(report["works"])
     assert all(work["elements_unlike_one_host"] == 0 for work in same)
     assert all(work["relative_error_to_one_host"] < 2**-5 for work in close)
-    assert bool(same) == (operator != "gemv_all_reduce")  # which gives nothing but sums
+    # One gives nothing but sums; the products of the other are torch's, which has other bits for other numbers of rows.
+    assert bool(same) == (operator not in ("gemv_all_reduce", "gemm_all_to_all"))
     assert bool(close) == (operator != "expert_layer")
 
 
@@ -200,8 +201,8 @@ from dlrm_fused.symmetric import BlockPool
 
 take = BlockPool.take
 
-def take_and_forget(self, shape, dtype):
-    block = take(self, shape, dtype)
+def take_and_forget(self, shape, dtype, size=0):
+    block = take(self, shape, dtype, size)
     if block is None:
         return None
     return self.memory.local[self.offset_of(block) :][: block.nbytes].view(dtype).view(tuple(shape))

@@ -99,15 +99,13 @@ def _started(
     def run(name: str) -> Started:
         return start(workspace, x, weight, SCHEDULES[name], is_transposed=is_transposed)
 
-    if schedule == AUTO:
+    if schedule == AUTO and not workspace.is_by_kernels:  # all are one
+        schedule = SPACE[pair][0]
+    elif schedule == AUTO:
         all_rows = len(x) * (workspace.world_size if pair is GATHER else 1)
         shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
-
-        def rule() -> str:
-            size = Size(pair, workspace.world_size, *shape, workspace.dtype.itemsize)
-            return choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else SPACE[pair][0]
-
-        schedule = workspace.schedules[pair].choose(shape, SPACE[pair], run, rule)
+        size = Size(pair, workspace.world_size, *shape, workspace.dtype.itemsize)
+        schedule = workspace.schedules[pair].choose(shape, SPACE[pair], run, lambda: choose(size, machine_of(workspace.gpu)))
     return run(schedule)
 
 

@@ -10,7 +10,6 @@ How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
   straight into the memory of its ranks;
 * ``chunks``, on GPUs: the library's GEMM by chunks, which a copy engine sends,
   :mod:`~dlrm_fused.ops.gemm_all_to_all.chunks`;
-* ``library``: the library's GEMM, then torch.distributed's All-to-All;
 * on the CPU: torch's product, stored in the other process's memory.
 """
 

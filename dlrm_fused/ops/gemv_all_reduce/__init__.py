@@ -10,8 +10,8 @@ How it runs:
 * up to 64 rows on GPUs: one kernel (:mod:`~dlrm_fused.ops.gemv_all_reduce.kernel`), as in Punniyamurthy et al., arXiv
   2305.06942; from 17 rows on the product may be the library's, in fp32, which the kernel only adds up;
 * more rows on GPUs: cuBLAS by chunks of rows, the sum of each beside the product of the next
-  (:mod:`~dlrm_fused.ops.gemv_all_reduce.chunks`, which has another way too); products and sums that copy engines move
-  (:mod:`~dlrm_fused.ops.gemv_all_reduce.copies`); or the library's product and all-reduce, whichever was measured to be faster;
+  (:mod:`~dlrm_fused.ops.gemv_all_reduce.chunks`, which has another way too); or products and sums that copy engines move
+  (:mod:`~dlrm_fused.ops.gemv_all_reduce.copies`), whichever was measured to be faster;
 * on the CPU: torch's product, and a sum through shared memory.
 
 One rank adds up each result, or every rank in the order of ranks: all ranks get the same bits.

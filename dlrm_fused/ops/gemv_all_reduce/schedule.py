@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
         names = [CHUNKS, *_BY_SHARDS * _has_shards(workspace, shape)]
     if not workspace.sums_by_kernel or len(names) == 1:
         return names[0]
-    return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape, names))
+    return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape))
 
 
 def _has_shards(workspace: GemvWorkspace, shape: Shape) -> bool:
@@ -72,16 +72,15 @@ def _has_shards(workspace: GemvWorkspace, shape: Shape) -> bool:
     return rows % workspace.world_size == 0 and not any(size * workspace.dtype.itemsize % ROW_BYTES for size in sizes)
 
 
-def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> str:
-    """Return the schedule in ``names`` whose estimate is shortest; the kernel for as many rows as it takes."""
-    if KERNEL in names:
+def _by_rule(workspace: GemvWorkspace, shape: Shape) -> str:
+    """Return the schedule whose estimate is shortest; the kernel for as many rows as it takes."""
+    if shape[0] <= MAX_ROWS:
         return KERNEL
-    size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
-    return by_rule(size, machine_of(workspace.gpu), names)
+    return by_rule(
+        Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize), machine_of(workspace.gpu)
+    )
 
 
-def by_rule(size: Size, machine: Machine, names: Sequence[str] = SCHEDULES) -> str:
-    """Return the schedule in ``names``, of many rows, that takes least on paper."""
-    if COPIES in names and copies_are_faster(size, machine):
-        return COPIES
-    return OF_MANY_ROWS[choose(size, machine, tuple(name for name, own in OF_MANY_ROWS.items() if own in names))]
+def by_rule(size: Size, machine: Machine) -> str:
+    """Return the schedule of many rows, whose number the ranks divide, that takes least on paper."""
+    return COPIES if copies_are_faster(size, machine) else OF_MANY_ROWS[choose(size, machine)]
