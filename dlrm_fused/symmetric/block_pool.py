@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import current_stream_handle
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric.device import round_up
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
@@ -60,6 +61,7 @@ class BlockPool:
         self._lock = threading.Lock()
         # Leases end in any thread and at any moment, even within take(): what they do is one append, which needs no lock.
         self._returned: deque[_Block] = deque()
+        self._stream_of: dict[int, torch.cuda.Stream] = {}  # by handle, of those that were current
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, size: int = 0) -> Tensor | None:
         """Return a contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
@@ -74,8 +76,7 @@ class BlockPool:
         """
         size = round_up(max(1, size, math.prod(shape) * dtype.itemsize))
         with self._lock:
-            self._collect()
-            block = self._cut(size)
+            block = self._returned_with(size) or self._found_with(size)
         if block is None:
             return None
         lease = _Lease(self, block)
@@ -132,11 +133,26 @@ class BlockPool:
             raise UsageError(f"pool {self.memory.name}: a tensor of shape {tuple(tensor.shape)} is not in it")
         return offset
 
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Return torch's current stream of the pool's GPU, which makes an object each time that it is asked for."""
+        handle = current_stream_handle(self._device)
+        if handle not in self._stream_of:
+            self._stream_of[handle] = torch.cuda.current_stream(self._device.index)
+        return self._stream_of[handle]
+
     def free_bytes(self) -> int:
         """Return bytes that are not lent out, in all free blocks together."""
         with self._lock:
             self._collect()
             return sum(block.size for block in self._free)
+
+    def _returned_with(self, size: int) -> _Block | None:
+        """Return the block that was returned first, if it has this size: calls that come again need no search."""
+        return self._returned.popleft() if self._returned and self._returned[0].size == size else None
+
+    def _found_with(self, size: int) -> _Block | None:
+        self._collect()
+        return self._cut(size)
 
     def _collect(self) -> None:
         while self._returned:
@@ -178,7 +194,7 @@ class _Lease:
             self.__array_interface__ = interface
             return
         self.__cuda_array_interface__ = interface
-        self._stream = torch.cuda.current_stream(pool._device.index)
+        self._stream = pool._current_stream()
         self._of_a_graph = torch.cuda.is_current_stream_capturing()
         # A capture begins with a synchronization, so nothing that was returned before is in use any more; to wait for a
         # stream that is not captured would be an error.
@@ -192,7 +208,7 @@ class _Lease:
         streams: Streams = frozenset()
         if self._stream is not None:
             # Used by the stream that took it, and freed after its last use in the one that is current now.
-            streams = frozenset({self._stream, torch.cuda.current_stream(self._pool._device.index)})
+            streams = frozenset({self._stream, self._pool._current_stream()})
         self._pool._returned.append(_Block(self._block.offset, self._block.size, streams))
 
 
