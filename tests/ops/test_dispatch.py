@@ -106,3 +106,21 @@ def test_compiled_code_has_the_operator(scaled: Operator) -> None:
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert out.tolist() == [3.0] * 3
     assert gradient.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_runs_without_autocast_and_leaves_it_as_it_was(
+    scaled: Operator, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(x: Tensor, factor: float) -> Tensor:
+        assert not torch.is_autocast_enabled("cpu")
+        return x @ x if not fails else x.new_empty(-1)
+
+    monkeypatch.setattr(RUN, "side_effect", run)
+    with torch.autocast("cpu", torch.bfloat16):
+        if fails:
+            with pytest.raises(RuntimeError, match="negative dimension"):
+                scaled(torch.ones(2, 2), 1.0)
+        else:
+            assert scaled(torch.ones(2, 2), 1.0).dtype == torch.float32
+        assert torch.is_autocast_enabled("cpu")

@@ -13,7 +13,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.gather import gather_and_multiply, gather_beside
 from dlrm_fused.ops.all_gather_gemm.scatter import multiply_and_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.dispatch import Operator
+from dlrm_fused.ops.common.dispatch import Operator, without_autocast
 from dlrm_fused.ops.common.schedules import AUTO
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.schedules import SCHEDULES, Pair
@@ -160,7 +160,7 @@ def _registered(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, 
         operator = getattr(torch.ops.dlrm_fused, f"{pair}_backward")
         return (*operator(gradient, *ctx.saved_tensors, ctx.schedule, ctx.handle), None, None)
 
-    torch.library.impl(f"{name}_backward", ["cpu", "cuda"], backward)
+    torch.library.impl(f"{name}_backward", ["cpu", "cuda"], without_autocast(backward))
     torch.library.register_fake(name, fake_forward)
     torch.library.register_fake(f"{name}_backward", fake_backward)
     return Operator(name, forward, differentiate, _save_for_backward)

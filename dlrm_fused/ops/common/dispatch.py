@@ -5,13 +5,16 @@ The dispatcher's way through Python takes the host longer than a launch, in a ca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dlrm_fused.compat.torch import has_dispatch_mode, is_in_forward_mode, is_profiled
+
+R = TypeVar("R")
 
 _ORDINARY = (Tensor, nn.Parameter)
 
@@ -25,6 +28,24 @@ def needs_node(tensors: Iterable[Tensor]) -> bool:
     """Return whether a call needs a node of autograd's graph: for gradients; and in forward mode, where it raises that it has
     no tangent."""
     return (torch.is_grad_enabled() and any(one.requires_grad for one in tensors)) or is_in_forward_mode()
+
+
+def without_autocast(function: Callable[..., R]) -> Callable[..., R]:
+    """Return the function as an operator runs it: its own products have the dtypes that it says, whatever the caller's autocast
+    makes of products."""
+
+    @functools.wraps(function)
+    def run(*inputs: Any) -> R:
+        kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+        for kind in kinds:  # a context of torch's takes as long as a launch
+            torch.set_autocast_enabled(kind, False)
+        try:
+            return function(*inputs)
+        finally:
+            for kind in kinds:
+                torch.set_autocast_enabled(kind, True)
+
+    return run
 
 
 class Operator:
@@ -42,6 +63,7 @@ class Operator:
         forward: what it runs, on CPUs and GPUs.
         differentiate, save_for_backward: as ``torch.library.register_autograd`` takes them.
         """
+        forward = without_autocast(forward)
         torch.library.impl(name, ["cpu", "cuda"], forward)
         torch.library.register_autograd(name, differentiate, setup_context=save_for_backward)
         namespace, short_name = name.split("::")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
-from dlrm_fused.ops.common.dispatch import Operator
+from dlrm_fused.ops.common.dispatch import Operator, without_autocast
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
@@ -221,6 +221,7 @@ _operator = Operator("dlrm_fused::gemm_all_to_all", _forward, _differentiate, _s
 
 
 @torch.library.impl("dlrm_fused::gemm_all_to_all_backward", ["cpu", "cuda"])
+@without_autocast
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
     """The gradients of x, and of the weight unless it is float8.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import needs_dispatcher, needs_node
+from dlrm_fused.ops.common.dispatch import needs_dispatcher, needs_node, without_autocast
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
@@ -93,6 +93,7 @@ torch.library.define(
 )
 
 
+@without_autocast
 def _forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
@@ -140,6 +141,7 @@ def _forward(
     return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles)
 
 
+@without_autocast
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
     received, hidden, activated, combined, targets, bounds, local_from, order, gradient_scale, handle = held
     workspace = ExpertWorkspace.of(handle)
