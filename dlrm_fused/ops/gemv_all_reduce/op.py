@@ -230,7 +230,7 @@ class KernelCall:
 def product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T of 16-bit tensors, of which nothing is rounded to 16 bits."""
     if x.device.type == "cpu":
-        return torch.nn.functional.linear(x.float(), weight.float()).float()
+        return torch.nn.functional.linear(x.float(), weight.float())
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
