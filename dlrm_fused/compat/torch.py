@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -67,6 +68,20 @@ def current_stream_handle(device: torch.device) -> int:
         device: with an index.
     """
     return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a device's current CUDA stream, the same object each time that it is current.
+
+    Args:
+        device: with an index.
+    """
+    return _current_stream(device.index, current_stream_handle(device))
+
+
+@functools.cache
+def _current_stream(index: int, handle: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(index)
 
 
 def has_dispatch_mode() -> bool:

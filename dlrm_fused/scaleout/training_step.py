@@ -78,7 +78,7 @@ class _Step:
     _algorithms: Algorithms
     _dtype: str
     _is_fused: bool
-    _last: str = ""
+    _last: tuple[str, ...] = ()
     _last_gradients: tuple[str, ...] = ()
 
     def tasks(self) -> Iterator[Task]:
@@ -93,10 +93,10 @@ class _Step:
 
         ready = self._last
         if not (self._is_fused and work.is_covered):
-            ready = "copies of gradients"
-            yield Task(ready, MAIN, Compute(self._copies("backward", work.pooled_gradient_bytes)), (self._last,))
+            ready = ("copies of gradients",)
+            yield Task(*ready, MAIN, Compute(self._copies("backward", work.pooled_gradient_bytes)), self._last)
         exchange = _uneven(self._phases("all_to_all", work.pooled_gradient_bytes), work.imbalance, "in")
-        yield from self._exchange("gradients of embeddings", EMBEDDINGS, exchange, (ready,))
+        yield from self._exchange("gradients of embeddings", EMBEDDINGS, exchange, ready)
         update = machine.launch + work.update_bytes / (machine.update * self._speed("update"))
         yield Task("update of tables", MAIN, Compute(update), ("gradients of embeddings",))
         optimizer = machine.launch + work.parameter_bytes / machine.optimizer
@@ -110,7 +110,7 @@ class _Step:
             (pairs,) = _uneven(self._sent_by("stores", direct), work.imbalance, "out")
             sent = ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, self._algorithms.slices)
             yield Task(LOOKUP_AND_POOLED, MAIN, sent)
-            self._last = LOOKUP_AND_POOLED
+            self._last = (LOOKUP_AND_POOLED,)
             if "sort" in self._machine.fused_speeds:
                 # It runs beside the dense part, but both share the GPU.
                 sort = work.update_bytes / (self._machine.update * self._speed("sort"))
@@ -121,7 +121,7 @@ class _Step:
             yield from self._exchange("exchange of pooled embeddings", EMBEDDINGS, exchange, (LOOKUP,))
             copies = self._copies("forward", work.pooled_bytes)
             yield Task(POOLED, MAIN, Compute(copies), ("exchange of pooled embeddings",))
-            self._last = POOLED
+            self._last = (POOLED,)
 
     def _copies(self, part: str, size: float) -> float:
         """Return seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
@@ -134,29 +134,27 @@ class _Step:
 
     def _pass(self, part: str, pieces: Sequence[Kernel | Exchange], gradients: Sequence[Gradient] = ()) -> Iterator[Task]:
         """Yield the tasks of a pass; AllReduces of dense gradients start when these have been computed."""
-        buckets, beside = _buckets(gradients), list[str]()
+        buckets = _buckets(gradients)
+        beside: tuple[str, ...] = ()
         in_order = fused(pieces, is_backward=part == "backward") if self._is_fused else enumerate(pieces)
         for number, piece in in_order:
             name = f"{part} {number}: {_name(piece)}"
             if part == "backward" and isinstance(piece, Exchange) and piece.collective == "all_reduce":
                 # It sums gradients of a tensor-parallel layer's input, while that of the weight is computed.
                 yield from self._piece(name, piece, SUMS)
-                beside.append(name)
+                beside = (name,)
                 continue
             yield from self._piece(name, piece)
-            self._last = name
-            if beside:
-                self._last = f"{part} {number}: both"
-                yield Task(self._last, MAIN, Compute(0.0), (name, beside.pop()))
+            self._last, beside = (name, *beside), ()
             while buckets and buckets[0].after <= number:
                 yield from self._bucket(buckets.pop(0))
         sharded = sum(gradient.bytes for gradient in gradients if gradient.is_sharded)
         if sharded:
             phases = self._library_phases("all_reduce", strided(self._topology, self._work.group_ranks), sharded)
-            yield from self._exchange("gradients of shards", GRADIENTS, phases, (self._last,))
+            yield from self._exchange("gradients of shards", GRADIENTS, phases, self._last)
 
     def _piece(self, name: str, piece: Kernel | Exchange | SendingKernel, stream: str = MAIN) -> Iterator[Task]:
-        after = (self._last,)
+        after = self._last
         match piece:
             case Kernel():
                 yield Task(name, MAIN, Compute(self._machine.seconds(piece, self._dtype)), after)
@@ -175,7 +173,7 @@ class _Step:
     def _bucket(self, bucket: Gradient) -> Iterator[Task]:
         # Between hosts of CPUs it sends what is summed within hosts; GPUs leave this to NCCL.
         phases = self._phases("all_reduce", bucket.bytes, fused_has_own=self._work.is_on_cpu)
-        yield from self._exchange(f"dense gradients {bucket.after}", GRADIENTS, phases, (self._last,))
+        yield from self._exchange(f"dense gradients {bucket.after}", GRADIENTS, phases, self._last)
 
     def _phases(self, collective: str, size: float, *, fused_has_own: bool = True) -> list[Phase]:
         """Among all ranks; ``fused_has_own`` if ``comm=fused`` has an exchange of its own for it, and calls no library's."""

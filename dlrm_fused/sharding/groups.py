@@ -59,10 +59,15 @@ def tensor_parallel_groups(model: ModelConfig) -> ModelParallelGroups:
     Raises:
         ConfigError: on all ranks, if the ranks of a host, or ``model.heads``, cannot be divided so.
     """
+    return _groups_of(tensor_parallel_size(model, ranks_of_hosts()))
+
+
+def ranks_of_hosts() -> list[int]:
+    """Return, by rank, the number of ranks on its host. Collective."""
     world_size = dist.get_world_size()
     hosts: list[int] = [0] * world_size
     dist.all_gather_object(hosts, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    return _groups_of(tensor_parallel_size(model, hosts))
+    return hosts
 
 
 def expert_parallel_groups(experts: ExpertsConfig) -> ModelParallelGroups:

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +32,7 @@ from dlrm_fused.datasets.feature_names import feature_name, module_name
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import CommunicationError, ConfigError
 from dlrm_fused.sharding.estimates import fused_enumerator
+from dlrm_fused.sharding.groups import ranks_of_hosts
 from dlrm_fused.symmetric import symmetric_group
 
 _WITHIN_HOSTS = (Sharding.table_row_wise, Sharding.grid_shard)
@@ -50,10 +51,8 @@ def make_plan(
     Raises:
         ConfigError: if no plan satisfies the config.
     """
-    world_size = dist.get_world_size()
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    sizes: list[int] = [0] * world_size
-    dist.all_gather_object(sizes, local_world_size)
+    hosts = ranks_of_hosts()
+    world_size, local_world_size = len(hosts), hosts[dist.get_rank()]
     memory = _memory(device, local_world_size)
 
     def topology(ranks_of_a_host: int) -> Topology:
@@ -63,7 +62,7 @@ def make_plan(
     if reached is None:
         config, reached = replace(config, comm=Comm.baseline), local_world_size
     try:
-        planner = planner_for(config, schema, topology(local_world_size), topology(reached), hosts_differ=len(set(sizes)) > 1)
+        planner = planner_for(config, schema, topology(local_world_size), topology(reached), hosts_differ=len(set(hosts)) > 1)
         return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
         if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
@@ -126,10 +125,8 @@ def planner_for(
     cuts_columns = (
         config.comm is not Comm.baseline and topology.compute_device == "cuda" and by_stores.local_world_size < world_size
     )
-    on_cpu = topology.compute_device == "cpu"
-    constraints = table_constraints(
-        config.embedding, schema, world_size, cuts_columns=cuts_columns, on_cpu=on_cpu, hosts_differ=hosts_differ
-    )
+    ranks = Ranks(world_size, cuts_columns, on_cpu=topology.compute_device == "cpu", hosts_differ=hosts_differ)
+    constraints = table_constraints(config.embedding, schema, ranks)
     return _Planner(
         topology=topology,
         batch_size=batch_size,
@@ -166,22 +163,26 @@ def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
     return memory
 
 
-def table_constraints(
-    embedding: EmbeddingConfig,
-    schema: DatasetSchema,
-    world_size: int,
-    *,
-    cuts_columns: bool = False,
-    on_cpu: bool = False,
-    hosts_differ: bool = False,
-) -> dict[str, ParameterConstraints]:
-    """The planner's choices for each table, by the name of its module.
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks over which tables are divided.
 
-    Args:
-        cuts_columns: whether tables with ``auto`` may be cut as finely as column-wise ones.
+    Attributes:
+        count: all of them.
+        cut_columns: whether they may cut tables with ``auto`` as finely as column-wise ones.
         on_cpu: whether FBGEMM's kernels of the CPU look up, which need a row of each table on each rank that has the table.
-        hosts_differ: whether hosts have different numbers of ranks. TorchRec divides tables within hosts of one size only; with
+        hosts_differ: whether hosts have different numbers of them. TorchRec divides tables within hosts of one size only; with
             others, ranks would wait for each other.
+    """
+
+    count: int
+    cut_columns: bool = False
+    on_cpu: bool = False
+    hosts_differ: bool = False
+
+
+def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, ranks: Ranks) -> dict[str, ParameterConstraints]:
+    """The planner's choices for each table, by the name of its module.
 
     Raises:
         ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16, or
@@ -193,36 +194,26 @@ def table_constraints(
             raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
     bags = {feature.name: schema.history_length + 1 for feature in schema.token_features}
     return {
-        module_name(feature.name): _constraint(
-            embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns, on_cpu, hosts_differ
-        )
+        module_name(feature.name): _constraint(embedding, feature, bags.get(feature.name, 1), ranks)
         for feature in schema.tables
     }
 
 
-def _constraint(
-    embedding: EmbeddingConfig,
-    feature: SparseFeature,
-    bags: int,
-    world_size: int,
-    cuts_columns: bool,
-    on_cpu: bool,
-    hosts_differ: bool,
-) -> ParameterConstraints:
+def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, bags: int, ranks: Ranks) -> ParameterConstraints:
     """Return the choices for one table; ``bags`` are pooled embeddings of a sample."""
     table, optimizer = embedding.tables.get(feature.name, TableConfig()), embedding.optimizer
     sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
 
-    if hosts_differ and sharding in _WITHIN_HOSTS:
+    if ranks.hosts_differ and sharding in _WITHIN_HOSTS:
         raise ConfigError(
             f"embedding.sharding={sharding.name}: {feature.name} would be divided within a host, and hosts have different "
             "numbers of ranks; start as many on each, or set another sharding"
         )
-    if on_cpu and _leaves_a_rank_no_row(feature.rows, world_size):
+    if ranks.on_cpu and _leaves_a_rank_no_row(feature.rows, ranks.count):
         if sharding is Sharding.row_wise:
             raise ConfigError(
-                f"embedding.sharding=row_wise: {feature.name} has {feature.rows} rows for {world_size} ranks, so that one has "
+                f"embedding.sharding=row_wise: {feature.name} has {feature.rows} rows for {ranks.count} ranks, so that one has "
                 f"none, which FBGEMM cannot train on the CPU; set embedding.tables.{feature.name}.sharding=table_wise"
             )
         sharding = Sharding.table_wise if sharding is Sharding.auto else sharding
@@ -239,10 +230,10 @@ def _constraint(
         why = "whose optimizer would decay other rows than the fused one; allowed: 0"
         refuse(f"optimizer.weight_decay={optimizer.weight_decay}", why)
     return ParameterConstraints(
-        sharding_types=_sharding_types(sharding, world_size, hosts_differ),
+        sharding_types=_sharding_types(sharding, ranks),
         compute_kernels=_compute_kernels(sharding, kernel),
-        min_partition=shard_columns(embedding, embedding.dim_of(feature.name), world_size)
-        if sharding in _COLUMN_SHARDINGS or (cuts_columns and sharding is Sharding.auto)
+        min_partition=shard_columns(embedding, embedding.dim_of(feature.name), ranks.count)
+        if sharding in _COLUMN_SHARDINGS or (ranks.cut_columns and sharding is Sharding.auto)
         else None,
         pooling_factors=[table.pooling_factor or feature.pooling_factor],
         num_poolings=[float(bags)],
@@ -254,13 +245,13 @@ def _leaves_a_rank_no_row(rows: int, world_size: int) -> bool:
     return -(-rows // world_size) * (world_size - 1) >= rows
 
 
-def _sharding_types(sharding: Sharding, world_size: int, hosts_differ: bool) -> list[str] | None:
-    if sharding is Sharding.auto and hosts_differ:
+def _sharding_types(sharding: Sharding, ranks: Ranks) -> list[str] | None:
+    if sharding is Sharding.auto and ranks.hosts_differ:
         return [kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.ROW_WISE)]
     if sharding is Sharding.auto:
         # Not a list of all: from that the planner would also take kinds that it leaves out by itself, for good reason.
         return None
-    if world_size == 1 and sharding is not Sharding.data_parallel:
+    if ranks.count == 1 and sharding is not Sharding.data_parallel:
         # A single rank holds whole tables, or slices of columns; TorchRec has no row-wise plan for it.
         sharding = Sharding.column_wise if sharding is Sharding.column_wise else Sharding.table_wise
     return [ShardingType[sharding.name.upper()].value]

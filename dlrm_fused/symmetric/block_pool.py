@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm_fused.compat.torch import current_stream_handle
+from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric.device import round_up
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
@@ -61,7 +61,6 @@ class BlockPool:
         self._lock = threading.Lock()
         # Leases end in any thread and at any moment, even within take(): what they do is one append, which needs no lock.
         self._returned: deque[_Block] = deque()
-        self._stream_of: dict[int, torch.cuda.Stream] = {}  # by handle, of those that were current
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, size: int = 0) -> Tensor | None:
         """Return a contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
@@ -133,13 +132,6 @@ class BlockPool:
             raise UsageError(f"pool {self.memory.name}: a tensor of shape {tuple(tensor.shape)} is not in it")
         return offset
 
-    def _current_stream(self) -> torch.cuda.Stream:
-        """Return torch's current stream of the pool's GPU, which makes an object each time that it is asked for."""
-        handle = current_stream_handle(self._device)
-        if handle not in self._stream_of:
-            self._stream_of[handle] = torch.cuda.current_stream(self._device.index)
-        return self._stream_of[handle]
-
     def free_bytes(self) -> int:
         """Return bytes that are not lent out, in all free blocks together."""
         with self._lock:
@@ -194,7 +186,7 @@ class _Lease:
             self.__array_interface__ = interface
             return
         self.__cuda_array_interface__ = interface
-        self._stream = pool._current_stream()
+        self._stream = current_stream(pool._device)
         self._of_a_graph = torch.cuda.is_current_stream_capturing()
         # A capture begins with a synchronization, so nothing that was returned before is in use any more; to wait for a
         # stream that is not captured would be an error.
@@ -208,7 +200,7 @@ class _Lease:
         streams: Streams = frozenset()
         if self._stream is not None:
             # Used by the stream that took it, and freed after its last use in the one that is current now.
-            streams = frozenset({self._stream, self._pool._current_stream()})
+            streams = frozenset({self._stream, current_stream(self._pool._device)})
         self._pool._returned.append(_Block(self._block.offset, self._block.size, streams))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from dlrm_fused.compat import torch as compat
 from dlrm_fused.symmetric import call_order
 from dlrm_fused.symmetric.call_order import CallOrder
 
@@ -107,3 +108,18 @@ def test_calls_of_one_capture_follow_each_other_and_none_outside_of_it(monkeypat
 
 def test_calls_on_the_cpu_ask_for_no_stream() -> None:
     CallOrder(torch.device("cpu")).follow()
+
+
+def test_a_current_stream_is_one_object_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = {"current": 7}
+    monkeypatch.setattr(compat, "current_stream_handle", lambda device: handles["current"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: (index, handles["current"], object()))
+    compat._current_stream.cache_clear()
+    first = compat.current_stream(torch.device("cuda", 0))
+    handles["current"] = 8
+    second = compat.current_stream(torch.device("cuda", 0))
+    other_device = compat.current_stream(torch.device("cuda", 1))
+    handles["current"] = 7
+    assert compat.current_stream(torch.device("cuda", 0)) is first
+    assert [stream[:2] for stream in (first, second, other_device)] == [(0, 7), (0, 8), (1, 8)]  # type: ignore[index]
+    compat._current_stream.cache_clear()

@@ -36,7 +36,7 @@ from dlrm_fused.models import build_model
 from dlrm_fused.sharding import planning
 from dlrm_fused.sharding.optimizers import describe_table_optimizers
 from dlrm_fused.sharding.parallel import make_sharder, pooled_dtype
-from dlrm_fused.sharding.planning import describe_plan, make_plan, planner_for, shard_columns, table_constraints
+from dlrm_fused.sharding.planning import Ranks, describe_plan, make_plan, planner_for, shard_columns, table_constraints
 from dlrm_fused.sharding.tables import fill_uniform
 from dlrm_fused.symmetric.hosts import Hosts
 
@@ -50,13 +50,13 @@ SCHEMA = DatasetSchema(
 class TestConstraints:
     def test_all_tables_follow_the_group(self):
         embedding = EmbeddingConfig(sharding=Sharding.row_wise)
-        for constraint in table_constraints(embedding, SCHEMA, 4).values():
+        for constraint in table_constraints(embedding, SCHEMA, Ranks(4)).values():
             assert constraint.sharding_types == ["row_wise"]
             assert constraint.compute_kernels == ["fused"]
 
     def test_a_table_may_have_its_own(self):
         tables = {"user": TableConfig(Sharding.column_wise, ComputeKernel.fused_uvm_caching)}
-        constraints = table_constraints(EmbeddingConfig(sharding=Sharding.table_wise, tables=tables), SCHEMA, 4)
+        constraints = table_constraints(EmbeddingConfig(sharding=Sharding.table_wise, tables=tables), SCHEMA, Ranks(4))
         assert constraints["user"].sharding_types == ["column_wise"]
         assert constraints["user"].compute_kernels == ["fused_uvm_caching"]
         assert constraints["genres"].sharding_types == ["table_wise"]
@@ -64,21 +64,21 @@ class TestConstraints:
 
     def test_pooling_factors_come_from_the_data_unless_configured(self):
         tables = {"user": TableConfig(pooling_factor=7.0)}
-        constraints = table_constraints(EmbeddingConfig(tables=tables), SCHEMA, 4)
+        constraints = table_constraints(EmbeddingConfig(tables=tables), SCHEMA, Ranks(4))
         assert constraints["user"].pooling_factors == [7.0]
         assert constraints["genres"].pooling_factors == [2.5]
 
     def test_a_token_table_has_a_pooled_embedding_for_each_token_of_a_sample(self):
         schema = replace(SCHEMA, token_features=(SparseFeature("watched", 500, 0.9),), history_length=20)
         tables = {"watched": TableConfig(Sharding.row_wise)}
-        constraints = table_constraints(EmbeddingConfig(tables=tables), schema, 4)
+        constraints = table_constraints(EmbeddingConfig(tables=tables), schema, Ranks(4))
         assert {name: c.num_poolings for name, c in constraints.items()} == {"user": [1], "genres": [1], "watched": [21]}
         assert constraints["watched"].pooling_factors == [0.9]
         assert constraints["watched"].sharding_types == ["row_wise"]
 
     def test_each_table_is_cut_by_its_own_columns(self):
         embedding = EmbeddingConfig(dim=64, sharding=Sharding.column_wise, tables={"genres": TableConfig(dim=12)})
-        constraints = table_constraints(embedding, SCHEMA, 4)
+        constraints = table_constraints(embedding, SCHEMA, Ranks(4))
         assert {name: constraint.min_partition for name, constraint in constraints.items()} == {"user": 16, "genres": 4}
 
     def test_auto_gives_the_plan_that_torchrec_makes_by_itself(self):
@@ -94,7 +94,7 @@ class TestConstraints:
             EmbeddingShardingPlanner(
                 topology=Topology(world_size=4, compute_device="cuda"), batch_size=16_384, constraints=constraints, debug=False
             ).plan(model, [sharder])
-            for constraints in (table_constraints(config.embedding, schema, 4), own)
+            for constraints in (table_constraints(config.embedding, schema, Ranks(4)), own)
         ]
         ours, torchrecs = (
             {name: (p.sharding_type, p.ranks) for m in plan.plan.values() for name, p in m.items()} for plan in plans
@@ -104,55 +104,55 @@ class TestConstraints:
     @pytest.mark.parametrize(("rows", "ranks", "leaves_none"), [(2, 3, True), (4, 3, True), (3, 3, False), (2, 2, False)])
     def test_on_the_cpu_each_rank_has_a_row_of_a_row_wise_table(self, rows, ranks, leaves_none):
         schema = DatasetSchema(("age",), (SparseFeature("kind", rows, 1.0), SparseFeature("user", 1000, 1.0)))
-        chosen = table_constraints(EmbeddingConfig(), schema, ranks, on_cpu=True)
+        chosen = table_constraints(EmbeddingConfig(), schema, Ranks(ranks, on_cpu=True))
         assert chosen["kind"].sharding_types == (["table_wise"] if leaves_none else None)
         assert chosen["user"].sharding_types is None
-        assert table_constraints(EmbeddingConfig(), schema, ranks)["kind"].sharding_types is None
+        assert table_constraints(EmbeddingConfig(), schema, Ranks(ranks))["kind"].sharding_types is None
         told = EmbeddingConfig(sharding=Sharding.row_wise)
         message = f"row_wise: kind has {rows} rows for {ranks} ranks, so that one has none"
         with pytest.raises(ConfigError, match=message) if leaves_none else nullcontext():
-            table_constraints(told, schema, ranks, on_cpu=True)
+            table_constraints(told, schema, Ranks(ranks, on_cpu=True))
         own = replace(told, tables={"kind": TableConfig(Sharding.table_wise)})
-        assert table_constraints(own, schema, ranks, on_cpu=True)["kind"].sharding_types == ["table_wise"]
+        assert table_constraints(own, schema, Ranks(ranks, on_cpu=True))["kind"].sharding_types == ["table_wise"]
 
     def test_tables_are_not_divided_within_hosts_that_differ(self):
-        chosen = table_constraints(EmbeddingConfig(), SCHEMA, 3, hosts_differ=True)
+        chosen = table_constraints(EmbeddingConfig(), SCHEMA, Ranks(3, hosts_differ=True))
         assert chosen["user"].sharding_types == ["table_wise", "column_wise", "row_wise"]
         for told in (Sharding.table_row_wise, Sharding.grid_shard):
             with pytest.raises(ConfigError, match=f"{told.name}: user would be divided within a host"):
-                table_constraints(EmbeddingConfig(sharding=told), SCHEMA, 3, hosts_differ=True)
+                table_constraints(EmbeddingConfig(sharding=told), SCHEMA, Ranks(3, hosts_differ=True))
 
     def test_data_parallel_tables_have_a_plain_kernel(self):
-        constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, 4)["user"]
+        constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, Ranks(4))["user"]
         assert constraint.sharding_types == ["data_parallel"]
         assert constraint.compute_kernels == ["dense"]
 
     def test_data_parallel_tables_are_fp32(self):
         tables = {"user": TableConfig(Sharding.data_parallel)}
         with pytest.raises(ConfigError, match=r"embedding.dtype=fp16: user is data_parallel, .*; allowed: fp32"):
-            table_constraints(EmbeddingConfig(dtype=TableDtype.fp16, tables=tables), SCHEMA, 4)
+            table_constraints(EmbeddingConfig(dtype=TableDtype.fp16, tables=tables), SCHEMA, Ranks(4))
 
     def test_data_parallel_tables_have_no_weight_decay(self):
         embedding = EmbeddingConfig(tables={"user": TableConfig(Sharding.data_parallel)})
         embedding.optimizer.weight_decay = 0.1
         with pytest.raises(ConfigError, match=r"embedding.optimizer.weight_decay=0.1: user is data_parallel, .*; allowed: 0"):
-            table_constraints(embedding, SCHEMA, 4)
+            table_constraints(embedding, SCHEMA, Ranks(4))
 
     def test_data_parallel_tables_have_no_rowwise_adam(self):
         embedding = EmbeddingConfig(tables={"user": TableConfig(Sharding.data_parallel)})
         embedding.optimizer.kind = EmbeddingOptimizerKind.rowwise_adam
         with pytest.raises(ConfigError, match=r"kind=rowwise_adam: user is data_parallel, .*; allowed: .*, adam"):
-            table_constraints(embedding, SCHEMA, 4)
+            table_constraints(embedding, SCHEMA, Ranks(4))
 
     @pytest.mark.parametrize("sharding", [Sharding.row_wise, Sharding.table_row_wise, Sharding.grid_shard])
     def test_a_single_rank_holds_whole_tables(self, sharding):
-        constraint = table_constraints(EmbeddingConfig(sharding=sharding), SCHEMA, 1)["user"]
+        constraint = table_constraints(EmbeddingConfig(sharding=sharding), SCHEMA, Ranks(1))["user"]
         assert constraint.sharding_types == ["table_wise"]
 
     def test_a_table_that_the_data_does_not_have(self):
         embedding = EmbeddingConfig(tables={"movie": TableConfig()})
         with pytest.raises(ConfigError, match=r"embedding.tables.movie: no such table; the data set has: genres, user"):
-            table_constraints(embedding, SCHEMA, 4)
+            table_constraints(embedding, SCHEMA, Ranks(4))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.pieces_call import PiecesCall
@@ -24,10 +25,7 @@ def gather_and_multiply(
         call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.all_gather_gemm)
         return Started(call.out, call.gathered_rows)
-    if workspace.world_size == 1:
-        gathered = x
-    else:
-        gathered = _gathered_as_rows(workspace, x, fingerprint)
+    gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
     return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered)
 
 
@@ -41,7 +39,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
         gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
         return Started(x, lambda: gathered)
     ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
-    main = torch.cuda.current_stream(workspace.device.index) if stream else None
+    main = current_stream(workspace.device) if stream else None
     if stream and main:
         stream.wait_stream(main)
     with torch.cuda.stream(stream) if stream else nullcontext():

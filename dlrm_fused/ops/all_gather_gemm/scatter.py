@@ -29,10 +29,8 @@ def multiply_and_scatter(
         call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.gemm_reduce_scatter)
         return Started(call.out, lambda: x)
-    if workspace.world_size == 1:
-        out = x @ factor
-    else:
-        out = _scattered_as_rows(workspace, x.float() @ factor.float(), fingerprint)
+    is_alone = workspace.world_size == 1
+    out = x @ factor if is_alone else _scattered_as_rows(workspace, x.float() @ factor.float(), fingerprint)
     return Started(out, lambda: x)
 
 

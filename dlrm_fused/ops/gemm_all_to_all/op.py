@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
@@ -259,7 +260,7 @@ def _fetch_between_hosts(
 def _fetch_in_host(workspace: GemmWorkspace, gradient: Tensor, weight: Tensor, x_gradient: Tensor) -> tuple[Tensor, Tensor]:
     ranks, rank, (rows, columns) = workspace.world_size, workspace.rank, gradient.shape
     beside = workspace.streams.beside
-    main = torch.cuda.current_stream(workspace.device.index) if beside else None
+    main = current_stream(workspace.device) if beside else None
     received = workspace.rows_of(workspace.results.spare, rows, columns)
     received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
     destinations = _destinations(workspace, rows).chunk(ranks)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.schedules.plan import Kind, Lane, Plan, Task
 
 Action = Callable[[Task], None]
@@ -36,7 +37,7 @@ class Streams:
                 _start(task, actions)
             return
         with torch.cuda.device(self._device.index):
-            main = torch.cuda.current_stream(self._device.index)
+            main = current_stream(self._device)
             try:
                 self._start_on_streams(plan, actions, main, self.beside)
             finally:
