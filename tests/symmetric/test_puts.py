@@ -142,7 +142,11 @@ MUTANTS: dict[str, Callable[[Network], None]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+# Ranks poll for a long time until these are noticed.
+LONG = {"signal before data", "slice counted twice", "wait for the slice before"}
+
+
+@pytest.mark.parametrize("mutant", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in MUTANTS])
 def test_a_broken_protocol_is_noticed(mutant: str) -> None:
     try:
         wrong = run_ranks(4, on_hosts, HOSTS, exchange, 30, mutant)

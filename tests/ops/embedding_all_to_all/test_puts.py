@@ -67,7 +67,11 @@ MUTANTS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+# Its network is so slow that ranks poll for a long time.
+LONG = {"wait for the slice before"}
+
+
+@pytest.mark.parametrize("mutant", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in MUTANTS])
 def test_a_broken_protocol_is_noticed(mutant: str) -> None:
     assert_noticed(lambda: run_ranks(4, on_hosts, HOSTS[0], with_puts, run_mutant, mutant))
 
