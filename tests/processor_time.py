@@ -1,7 +1,8 @@
 """Processor time of the tests, with that of all processes that they start; a bound notices when tests grow.
 
-Processor time does not depend on what else the machine does. A slow machine needs more of it, so bounds are given for the
-machine on which they were recorded, and scaled by the time of a fixed piece of work.
+A slow machine needs more of it, so bounds are given for the machine on which they were recorded, and scaled by the time of a
+fixed piece of work. Other work on the same cores costs a tenth more, or several: ranks that wait for each other spin. Bounds
+leave room for that.
 """
 
 from __future__ import annotations
