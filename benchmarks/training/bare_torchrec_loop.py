@@ -52,7 +52,7 @@ class _Task(torch.nn.Module):
     def __init__(self, model: DLRM, config: Config, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        uses_bf16 = config.training.precision is Precision.bf16
+        uses_bf16 = config.training.precision.is_bf16
         self.dense_part = DensePart(self._logits_of, device.type, uses_bf16, is_compiled(config.training.compile, device))
         self.samples = config.training.global_batch_size // dist.get_world_size()
 

@@ -55,8 +55,22 @@ WireDtype = StrEnum("WireDtype", "fp32 fp16 bf16")
 # The number format of pooled embeddings, and of their gradients, as the dense part gets and gives them. `auto` is bf16 with
 # training.precision=bf16 on GPUs, unless a format on the wire is set; else fp32.
 OutputDtype = StrEnum("OutputDtype", "auto fp32 fp16 bf16")
-# Arithmetic of the dense layers: `tf32` and `bf16` (autocast) keep fp32 master weights.
-Precision = StrEnum("Precision", "fp32 tf32 bf16")
+
+
+class Precision(StrEnum):
+    """Arithmetic of the dense layers; weights are stored in fp32."""
+
+    fp32 = "fp32"
+    tf32 = "tf32"  # matrix products on GPUs
+    bf16 = "bf16"  # autocast
+    fp8 = "fp8"  # bf16, and the large matrix products of training in 8 bits
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether what is not multiplied in 8 bits is computed under bf16 autocast."""
+        return self in (Precision.bf16, Precision.fp8)
+
+
 EmbeddingOptimizerKind = StrEnum("EmbeddingOptimizerKind", "rowwise_adagrad adagrad sgd adam rowwise_adam")
 CacheHints = StrEnum("CacheHints", "default selected")
 DenseOptimizerKind = StrEnum("DenseOptimizerKind", "adagrad sgd adam")

@@ -7,7 +7,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.config import Config, Precision
+from dlrm_fused.config import Config
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 
@@ -43,4 +43,4 @@ def decline(config: Config, layers: str, reason: str) -> None:
 
 def compute_dtype(config: Config) -> torch.dtype:
     """Return the dtype of matrix products, by ``training.precision``."""
-    return torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
+    return torch.bfloat16 if config.training.precision.is_bf16 else torch.float32

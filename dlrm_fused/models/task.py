@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple, cast
@@ -16,8 +17,11 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
+from dlrm_fused.models.fp8 import LEAST_CAPABILITY, Fp8Products, describe, multiply_in_8_bits
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.multi_task import task_weights
+
+logger = logging.getLogger(__name__)
 
 # Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
@@ -76,8 +80,9 @@ class RankingTask(nn.Module):
         self._task_weights = task_weights
         self._has_sample_weights = has_sample_weights
         self.expert_layers = tuple(layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
+        self.fp8_products = next((layer for layer in model.modules() if isinstance(layer, Fp8Products)), None)
         self._reads_histories = getattr(model, "reads_histories", False)
-        self._autocast = precision is Precision.bf16
+        self._autocast = precision.is_bf16
         self._world_size = world_size
         self._device_type = device.type
         logits_of = getattr(model, "logits_of", None)
@@ -151,15 +156,37 @@ def build_model(
             None for this rank alone.
 
     Raises:
-        ConfigError: if the model reads histories, and the data set has none, or it cannot be compiled, and must be; or if
-            ``training.task_weights`` does not go with the labels.
+        ConfigError: if the model reads histories, and the data set has none, or it cannot be compiled, and must be; if
+            ``training.task_weights`` does not go with the labels; or if there is no ``training.precision=fp8`` for it.
         UsageError, CommunicationError: as of the choices for layers that ranks share.
     """
     build = cast(BuildModel, resolve_name(config.model.kind.value))
     model, training = build(config, schema, device, group), config.training
+    if training.precision is Precision.fp8:
+        _multiply_in_8_bits(config, model, device, world_size)
     if training.compile is Compile.always and not hasattr(model, "logits_of"):
         raise ConfigError(
             f"training.compile=always: model.kind={config.model.kind.name} is not compiled; allowed with it: auto, never"
         )
     weights = task_weights(training.task_weights, schema.labels)
     return RankingTask(model, training.precision, world_size, device, training.compile, weights, schema.has_weights)
+
+
+def _multiply_in_8_bits(config: Config, model: nn.Module, device: torch.device, ranks: int) -> None:
+    """Let large layers be multiplied in 8 bits, and log which.
+
+    Raises:
+        ConfigError: if the model or the device has no such products.
+    """
+    if not hasattr(model, "logits_of"):
+        raise ConfigError(
+            f"training.precision=fp8: model.kind={config.model.kind.name} is not multiplied in 8 bits; allowed with it: "
+            "fp32, tf32, bf16"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"training.precision=fp8: {torch.cuda.get_device_name(device)} does not multiply in 8 bits, as GPUs of compute "
+            f"capability {'.'.join(map(str, LEAST_CAPABILITY))} do; allowed here: fp32, tf32, bf16"
+        )
+    shapes = multiply_in_8_bits(model)
+    logger.info(describe(shapes, config.training.global_batch_size // ranks))

@@ -28,7 +28,6 @@ from dlrm_fused.config import (
     EmbeddingConfig,
     EmbeddingOptimizerKind,
     OutputDtype,
-    Precision,
     WireDtype,
 )
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -143,13 +142,14 @@ def pooled_dtype(config: Config, device: torch.device) -> OutputDtype:
     embedding = config.embedding
     chosen, wires = embedding.output_dtype, (embedding.forward_wire, embedding.backward_wire)
     if chosen is OutputDtype.auto:
-        is_half = config.training.precision is Precision.bf16 and device.type == "cuda" and set(wires) == {WireDtype.fp32}
+        is_half = config.training.precision.is_bf16 and device.type == "cuda" and set(wires) == {WireDtype.fp32}
         return OutputDtype.bf16 if is_half else OutputDtype.fp32
     if device.type == "cpu" and chosen is OutputDtype.bf16:
         raise ConfigError("embedding.output_dtype=bf16: FBGEMM has it on GPUs only; on the CPU: auto, fp32, fp16")
-    if chosen is OutputDtype.fp16 and config.training.precision is Precision.bf16:
+    if chosen is OutputDtype.fp16 and config.training.precision.is_bf16:
         raise ConfigError(
-            "embedding.output_dtype=fp16: allowed: auto, fp32, bf16 with training.precision=bf16, whose autocast takes no fp16"
+            "embedding.output_dtype=fp16: allowed: auto, fp32, bf16 with "
+            f"training.precision={config.training.precision.name}, whose autocast takes no fp16"
         )
     for key, wire in zip(("forward_wire", "backward_wire"), wires, strict=True):
         if chosen is not OutputDtype.fp32 and wire is not WireDtype.fp32:

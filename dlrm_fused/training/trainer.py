@@ -147,7 +147,8 @@ class Trainer:
         self._timer = StepTimer(device, every=_TIMED_STEPS_APART if device.type == "cuda" else 1)
         self._pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, self._timer)
         self._losses = LossTracker()
-        self._expert_layers = cast(RankingTask, get_unwrapped_module(sharded.model)).expert_layers
+        task = cast(RankingTask, get_unwrapped_module(sharded.model))
+        self._expert_layers, self._fp8_products = task.expert_layers, task.fp8_products
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._work = step_work(config, dataset.schema, device, sharded, rank.world_size)
         self._gpu = data_sheet(device)
@@ -324,6 +325,8 @@ class Trainer:
             **gpu_memory_gib(self._device),
             **load_values(loads),
         }
+        if self._fp8_products is not None:
+            values["fp8_cut_off"] = self._fp8_products.take_cut_off()
         self._writer.train(self._step, values)
         for layer, fractions in enumerate(loads):
             self._writer.expert_load(self._step, layer, fractions)

@@ -52,6 +52,11 @@ class Gpu:
     needs_bridge: bool = False
 
     @property
+    def fp8(self) -> float:
+        """FLOPs a second of tensor cores for 8-bit operands: twice those for bf16 where there are any, otherwise the same."""
+        return 2 * self.bf16 if self.capability >= (8, 9) else self.bf16
+
+    @property
     def link(self) -> float:
         """Bytes a second to other GPUs, in one direction, without a bridge."""
         return self.pcie if self.needs_bridge or not self.nvlink else self.nvlink
