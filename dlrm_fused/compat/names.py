@@ -16,7 +16,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "bounds_check_mode_int", "bounds_check_version", "embedding_specs", "iter_cpu", "learning_rate_tensor",
         "optimizer_args", "placeholder_autograd_tensor", "prepare_inputs", "use_cpu",
     ),
-    "torch": ("_foreach_copy_",),
+    "torch": ("_foreach_copy_", "_scaled_mm"),
     "torch:ops.aten": ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
     "torch._C": ("_are_functorch_transforms_active", "_cuda_getCurrentRawStream", "_len_torch_dispatch_stack"),
     "torch._C._autograd": ("_profiler_enabled",),

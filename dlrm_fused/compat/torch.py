@@ -42,6 +42,21 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(destinations), list(sources))
 
 
+def scaled_product(left: Tensor, right: Tensor, factors: tuple[Tensor, Tensor], has_short_sums: bool) -> Tensor:
+    """Multiply two matrices of 8-bit floating point on a GPU; the public name of it came after 2.11.
+
+    Args:
+        left: [M, K], contiguous.
+        right: [K, N], the transpose of a contiguous matrix.
+        factors: [] float32, by which both are multiplied.
+        has_short_sums: Hopper may add with fewer bits.
+
+    Returns:
+        [M, N] in bf16.
+    """
+    return torch._scaled_mm(left, right, *factors, out_dtype=torch.bfloat16, use_fast_accum=has_short_sums)
+
+
 def modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers and all modules in them, faster than ``modules()``: this is asked at every call."""
     found = list(layers)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torchrec.modules.crossnet import LowRankCrossNet
 
+from dlrm_fused.compat.torch import scaled_product
+
 LEAST_CAPABILITY = (8, 9)  # for computing, of a GPU with such products
 
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -31,7 +33,7 @@ _SAMPLED_ROWS = 1024
 # Smaller by 2^14 and 2^22 they become 0.
 _LARGEST_OF_SAMPLE = {OPERAND: 28.0, GRADIENT: 64.0}
 # Below so many columns on either side, or rows, products gain less than the conversion of their operands costs.
-_FEWEST_COLUMNS, _FEWEST_ROWS = 512, 8192
+_FEWEST_COLUMNS, _FEWEST_ROWS = 512, 16_384
 _MULTIPLE = 16  # of all sizes of a product, as cuBLAS has it
 
 
@@ -78,15 +80,12 @@ class Fp8Linear(nn.Linear):
         return self.multiply(input, self.weight, self.bias)
 
 
-def multiply_in_8_bits(model: nn.Module) -> list[Sequence[int]]:
-    """Let a model's linear and low-rank cross layers multiply by :class:`Fp8Products`, a module ``fp8_products`` of the model.
+def multiply_in_8_bits(model: nn.Module, products: Fp8Products) -> list[Sequence[int]]:
+    """Let a model's linear and low-rank cross layers multiply by ``products``; return the shapes of their weights.
 
     Parameters stay as they are, with their names.
-
-    Returns:
-        the shapes of their weights.
     """
-    products, weights = Fp8Products(), list[Tensor]()
+    weights: list[Tensor] = []
     for layer in model.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = Fp8Linear
@@ -96,7 +95,6 @@ def multiply_in_8_bits(model: nn.Module) -> list[Sequence[int]]:
         else:
             continue
         cast(Any, layer).multiply = products.multiply
-    model.add_module("fp8_products", products)
     return [weight.shape for weight in weights]
 
 
@@ -143,7 +141,7 @@ class _Linear(torch.autograd.Function):
         weight8 = _in_8_bits(weight, weight_scale, OPERAND)
         ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
         ctx.has_bias = bias is not None
-        y = _multiply(x8, x_scale, weight8, weight_scale, fast=True)
+        y = _multiply(x8, x_scale, weight8, weight_scale, has_short_sums=True)
         return y if bias is None else y + bias.to(y.dtype)
 
     @staticmethod
@@ -177,15 +175,11 @@ def _in_8_bits(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * scale).clamp(-limit, limit).to(dtype)
 
 
-def _multiply(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, fast: bool = False) -> Tensor:
-    """Multiply [M, K] by the transpose of [N, K]; [M, N] in bf16.
-
-    Args:
-        fast: add with fewer bits on Hopper, which is enough for short sums.
-    """
+def _multiply(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, has_short_sums: bool = False) -> Tensor:
+    """Multiply [M, K] by the transpose of [N, K]; [M, N] in bf16."""
     inverses = left_scale.reciprocal(), right_scale.reciprocal()
     if not left.is_cuda:  # slower than bf16: for tests of what is learned
         product: Tensor = (left.float() @ right.float().t()) * (inverses[0] * inverses[1])
         return product.to(torch.bfloat16)
     # Tensor cores of Hopper take 8-bit operands only where K is the contiguous dimension of both.
-    return torch._scaled_mm(left.contiguous(), right.contiguous().t(), *inverses, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return scaled_product(left.contiguous(), right.contiguous().t(), inverses, has_short_sums)

@@ -63,6 +63,7 @@ class RankingTask(nn.Module):
 
     Args:
         task_weights: of the labels' losses in their sum; 1 for a single label.
+        fp8_products: by which the model's layers multiply.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class RankingTask(nn.Module):
         compile: Compile = Compile.never,
         task_weights: Sequence[float] = (1.0,),
         has_sample_weights: bool = False,
+        fp8_products: Fp8Products | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._task_weights = task_weights
         self._has_sample_weights = has_sample_weights
         self.expert_layers = tuple(layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
-        self.fp8_products = next((layer for layer in model.modules() if isinstance(layer, Fp8Products)), None)
+        self.fp8_products = fp8_products
         self._reads_histories = getattr(model, "reads_histories", False)
         self._autocast = precision.is_bf16
         self._world_size = world_size
@@ -162,18 +164,17 @@ def build_model(
     """
     build = cast(BuildModel, resolve_name(config.model.kind.value))
     model, training = build(config, schema, device, group), config.training
-    if training.precision is Precision.fp8:
-        _multiply_in_8_bits(config, model, device, world_size)
+    products = _multiply_in_8_bits(config, model, device, world_size) if training.precision is Precision.fp8 else None
     if training.compile is Compile.always and not hasattr(model, "logits_of"):
         raise ConfigError(
             f"training.compile=always: model.kind={config.model.kind.name} is not compiled; allowed with it: auto, never"
         )
     weights = task_weights(training.task_weights, schema.labels)
-    return RankingTask(model, training.precision, world_size, device, training.compile, weights, schema.has_weights)
+    return RankingTask(model, training.precision, world_size, device, training.compile, weights, schema.has_weights, products)
 
 
-def _multiply_in_8_bits(config: Config, model: nn.Module, device: torch.device, ranks: int) -> None:
-    """Let large layers be multiplied in 8 bits, and log which.
+def _multiply_in_8_bits(config: Config, model: nn.Module, device: torch.device, ranks: int) -> Fp8Products:
+    """Let large layers be multiplied in 8 bits, log which, and return what multiplies them.
 
     Raises:
         ConfigError: if the model or the device has no such products.
@@ -188,5 +189,6 @@ def _multiply_in_8_bits(config: Config, model: nn.Module, device: torch.device, 
             f"training.precision=fp8: {torch.cuda.get_device_name(device)} does not multiply in 8 bits, as GPUs of compute "
             f"capability {'.'.join(map(str, LEAST_CAPABILITY))} do; allowed here: fp32, tf32, bf16"
         )
-    shapes = multiply_in_8_bits(model)
-    logger.info(describe(shapes, config.training.global_batch_size // ranks))
+    products = Fp8Products()
+    logger.info(describe(multiply_in_8_bits(model, products), config.training.global_batch_size // ranks))
+    return products

@@ -33,6 +33,7 @@ _FREE_SETTINGS = (
     "embedding.shard_columns",
     "embedding.tables",
     "training.max_steps",
+    "training.precision",
     "training.target_auc",
     "evaluation",
     "checkpoint",

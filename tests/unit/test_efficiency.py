@@ -25,7 +25,7 @@ class TestEfficiency:
             {"model_flops_utilization": 0.25, "hbm_gb_per_second": 500, "link_gb_per_second": 50, "floor_ms": 10}
         )
 
-    @pytest.mark.parametrize(("precision", "utilization"), [("bf16", 0.01), ("tf32", 0.02), ("fp32", 0.1)])
+    @pytest.mark.parametrize(("precision", "utilization"), [("fp8", 0.005), ("bf16", 0.01), ("tf32", 0.02), ("fp32", 0.1)])
     def test_the_peak_is_that_of_the_precision(self, precision: str, utilization: float) -> None:
         values = efficiency(StepWork(1e12, 0, 0), GPU, Precision[precision], step_seconds=1)
         assert values["model_flops_utilization"] == pytest.approx(utilization)

@@ -261,6 +261,7 @@ class TestSharder:
         ("precision", "wire", "device", "chosen"),
         [
             (Precision.bf16, WireDtype.fp32, "cuda", OutputDtype.bf16),
+            (Precision.fp8, WireDtype.fp32, "cuda", OutputDtype.bf16),
             (Precision.bf16, WireDtype.fp32, "cpu", OutputDtype.fp32),
             (Precision.bf16, WireDtype.fp16, "cuda", OutputDtype.fp32),
             (Precision.fp32, WireDtype.fp32, "cuda", OutputDtype.fp32),

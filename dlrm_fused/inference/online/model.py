@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dlrm_fused.config import Config, ModelKind
+from dlrm_fused.config import Config, ModelKind, Precision
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
@@ -48,7 +48,7 @@ class OnlineModel:
             )
         groups = tensor_parallel_groups(config.model)
         group, dims = groups.model_parallel, {feature.name: config.embedding.dim_of(feature.name) for feature in schema.tables}
-        dtype = torch.bfloat16 if config.training.precision.is_bf16 else torch.float32
+        dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
         columns = max(config.model.d_model, len(schema.sparse_features) * max(dims.values()))
         product = fused_product(config, group, device, "online scoring", columns, max(schema.history_length, MAX_CANDIDATES))
         with torch.random.fork_rng(devices=[]):

@@ -1,0 +1,83 @@
+"""Runs with ``training.precision=fp8`` learn, go on, change their precision and are read as any others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import evaluate, losses, metrics, train
+from tests.inference.exporting import export
+
+# One layer of 512 x 512 and as many samples as it takes to be multiplied in 8 bits. Rates are small enough that six steps
+# with so many samples do not leave the region where losses compare.
+LARGE = (
+    "model.top_mlp=[512,512,1]",
+    "training.global_batch_size=16384",
+    "data.synthetic.train_samples=120000",
+    "training.dense_optimizer.learning_rate=0.002",
+    "comm=fused",
+)
+BF16, FP8 = "training.precision=bf16", "training.precision=fp8"
+
+
+def until(step: int) -> str:
+    return f"training.max_steps={step}"
+
+
+@pytest.fixture(scope="module")
+def of_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("fp8"), 1, *LARGE, FP8, until(6))
+
+
+@pytest.fixture(scope="module")
+def of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("bf16"), 1, *LARGE, BF16, until(6))
+
+
+def test_losses_are_near_those_of_bf16_and_not_the_same(of_fp8: Path, of_bf16: Path) -> None:
+    assert losses(of_fp8) == pytest.approx(losses(of_bf16), rel=1e-2)
+    assert losses(of_fp8) != losses(of_bf16)
+
+
+def test_what_is_cut_off_is_told(of_fp8: Path, of_bf16: Path) -> None:
+    assert [line["fp8_cut_off"] for line in metrics(of_fp8, "train")] == [0] * 6
+    assert not [line for line in metrics(of_bf16, "train") if "fp8_cut_off" in line]
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(of_fp8: Path, tmp_path: Path) -> None:
+    for steps in (3, 6):
+        run = train(tmp_path, 1, *LARGE, FP8, until(steps))
+    assert losses(run) == losses(of_fp8)
+
+
+def test_the_precision_of_a_run_may_change_and_change_back(of_bf16: Path, tmp_path: Path) -> None:
+    for precision, steps in ((BF16, 2), (FP8, 4), (BF16, 6)):
+        run = train(tmp_path, 1, *LARGE, precision, until(steps))
+    found, expected = losses(run), losses(of_bf16)
+    assert [found[step] == expected[step] for step in (1, 2, 4)] == [True, True, False]
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_evaluation_multiplies_as_bf16_does(of_fp8: Path) -> None:
+    assert (
+        evaluate(of_fp8, 1)["auc"] == evaluate(of_fp8, 1, BF16)["auc"] != evaluate(of_fp8, 1, "training.precision=fp32")["auc"]
+    )
+
+
+def test_an_export_predicts_what_the_run_does_in_fp32(of_fp8: Path, tmp_path: Path) -> None:
+    assert export(of_fp8, tmp_path / "model").auc == pytest.approx(
+        evaluate(of_fp8, 1, "training.precision=fp32")["auc"], abs=1e-6
+    )
+
+
+def test_ranks_with_few_samples_train_in_bf16(tmp_path: Path) -> None:
+    """Half the batch is too small to gain, so losses have the bits of two ranks with bf16."""
+    ours, theirs = (train(tmp_path / p, 2, *LARGE, p, until(2)) for p in (FP8, BF16))
+    assert losses(ours) == losses(theirs)
+
+
+def test_a_compiled_run_counts_and_learns_the_same(of_fp8: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, 1, *LARGE, FP8, until(3), "training.compile=always")
+    assert losses(run) == pytest.approx({step: losses(of_fp8)[step] for step in (1, 2, 3)}, rel=1e-2)
+    assert [line["fp8_cut_off"] for line in metrics(run, "train")] == [0] * 3
