@@ -52,6 +52,8 @@ class _Task(torch.nn.Module):
     def __init__(self, model: DLRM, config: Config, device: torch.device) -> None:
         super().__init__()
         self.model = model
+        if config.training.precision is Precision.fp8:
+            raise SystemExit("training.precision=fp8: the bare loop has fp32, tf32, bf16")
         uses_bf16 = config.training.precision.is_bf16
         self.dense_part = DensePart(self._logits_of, device.type, uses_bf16, is_compiled(config.training.compile, device))
         self.samples = config.training.global_batch_size // dist.get_world_size()

@@ -53,7 +53,7 @@ TableDtype = StrEnum("TableDtype", "fp32 fp16")
 # The number format in which pooled embeddings, or their gradients, cross the network.
 WireDtype = StrEnum("WireDtype", "fp32 fp16 bf16")
 # The number format of pooled embeddings, and of their gradients, as the dense part gets and gives them. `auto` is bf16 with
-# training.precision=bf16 on GPUs, unless a format on the wire is set; else fp32.
+# training.precision=bf16 or fp8 on GPUs, unless a format on the wire is set; else fp32.
 OutputDtype = StrEnum("OutputDtype", "auto fp32 fp16 bf16")
 
 

@@ -99,19 +99,19 @@ def cross_layers(parameters: LowRankCrossNet, x_0: Tensor) -> Tensor:
     TorchRec's module lets results grow to float32 where the bias has that, twice the bytes that the layers read and write; here
     only what is computed in between does. For x_0 in float32 the bits are the same.
 
-    An attribute ``multiply`` of the parameters takes the place of the products, and adds the bias.
+    An attribute ``multiply`` of the parameters takes the place of :func:`linear_plus_bias`.
 
     Source: arXiv 2008.13535, equation 2, in the low-rank form of its section 3.
     """
-    multiply = getattr(parameters, "multiply", _linear)
+    multiply = getattr(parameters, "multiply", linear_plus_bias)
     x = x_0
     for v, w, bias in zip(parameters.V_kernels, parameters.W_kernels, parameters.bias, strict=True):
         x = (x_0 * (multiply(multiply(x, v), w, bias)) + x).to(x_0.dtype)
     return x
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``, with the bias in its own dtype."""
+def linear_plus_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a linear layer whose bias is added in its own dtype, also under autocast."""
     product = linear(x, weight)
     return product if bias is None else product + bias
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple, cast
@@ -17,11 +16,9 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
-from dlrm_fused.models.fp8 import LEAST_CAPABILITY, Fp8Products, describe, multiply_in_8_bits
+from dlrm_fused.models.fp8 import Fp8Products, multiply_in_8_bits
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.multi_task import task_weights
-
-logger = logging.getLogger(__name__)
 
 # Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
@@ -164,7 +161,7 @@ def build_model(
     """
     build = cast(BuildModel, resolve_name(config.model.kind.value))
     model, training = build(config, schema, device, group), config.training
-    products = _multiply_in_8_bits(config, model, device, world_size) if training.precision is Precision.fp8 else None
+    products = _in_8_bits(config, model) if training.precision is Precision.fp8 else None
     if training.compile is Compile.always and not hasattr(model, "logits_of"):
         raise ConfigError(
             f"training.compile=always: model.kind={config.model.kind.name} is not compiled; allowed with it: auto, never"
@@ -173,22 +170,17 @@ def build_model(
     return RankingTask(model, training.precision, world_size, device, training.compile, weights, schema.has_weights, products)
 
 
-def _multiply_in_8_bits(config: Config, model: nn.Module, device: torch.device, ranks: int) -> Fp8Products:
-    """Let large layers be multiplied in 8 bits, log which, and return what multiplies them.
+def _in_8_bits(config: Config, model: nn.Module) -> Fp8Products:
+    """Let large layers be multiplied in 8 bits; return what multiplies them.
 
     Raises:
-        ConfigError: if the model or the device has no such products.
+        ConfigError: if the model has no such products.
     """
     if not hasattr(model, "logits_of"):
         raise ConfigError(
             f"training.precision=fp8: model.kind={config.model.kind.name} is not multiplied in 8 bits; allowed with it: "
             "fp32, tf32, bf16"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        raise ConfigError(
-            f"training.precision=fp8: {torch.cuda.get_device_name(device)} does not multiply in 8 bits, as GPUs of compute "
-            f"capability {'.'.join(map(str, LEAST_CAPABILITY))} do; allowed here: fp32, tf32, bf16"
-        )
     products = Fp8Products()
-    logger.info(describe(multiply_in_8_bits(model, products), config.training.global_batch_size // ranks))
+    multiply_in_8_bits(model, products)
     return products

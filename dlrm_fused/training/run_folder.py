@@ -18,7 +18,8 @@ from dlrm_fused.training.checkpoint import CheckpointFolder
 
 logger = logging.getLogger("dlrm_fused")
 
-# Settings that may change when a run continues: they move work around, or say when to stop and what to report.
+# Settings that may change when a run continues: they move work around, say how exactly it is computed, or
+# when to stop and what to report.
 _FREE_SETTINGS = (
     "output_dir",
     "comm",

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from dlrm_fused.config import Config, OnDamage, Split, flatten
+from dlrm_fused.config import Config, OnDamage, Precision, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
+from dlrm_fused.models.fp8 import check_gpu, describe
 from dlrm_fused.ops.common.gpus import data_sheet
 from dlrm_fused.sharding.options import AUTO
 from dlrm_fused.sharding.parallel import ShardedModel
@@ -69,6 +70,8 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
                 f"training.global_batch_size={config.training.global_batch_size}: allowed: at least the number of ranks, "
                 f"{rank.world_size}"
             )
+        if config.training.precision is Precision.fp8:
+            check_gpu(device)
         dataset = open_dataset(config, device)
         for split in Split:
             dataset.samples(split)  # a split that is missing is told now, not when it is needed
@@ -149,6 +152,8 @@ class Trainer:
         self._losses = LossTracker()
         task = cast(RankingTask, get_unwrapped_module(sharded.model))
         self._expert_layers, self._fp8_products = task.expert_layers, task.fp8_products
+        if self._fp8_products is not None:
+            logger.info(describe(self._fp8_products.weights, -(-config.training.global_batch_size // rank.world_size)))
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._work = step_work(config, dataset.schema, device, sharded, rank.world_size)
         self._gpu = data_sheet(device)
