@@ -27,8 +27,7 @@ from dlrm_fused.compat.torch import scaled_product
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.dlrm import linear_plus_bias
 from dlrm_fused.models.moe import MixtureOfExperts
-
-LEAST_CAPABILITY = (8, 9)  # GPUs of less have no such products
+from dlrm_fused.ops.common.gpus import FP8_CAPABILITY
 
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -137,10 +136,10 @@ def describe(weights: Sequence[Sequence[int]], rows: int) -> str:
 
 def check_gpu(device: torch.device) -> None:
     """Raises ConfigError if a GPU cannot multiply in 8 bits."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
             f"training.precision=fp8: {torch.cuda.get_device_name(device)} does not multiply in 8 bits, as GPUs of compute "
-            f"capability {'.'.join(map(str, LEAST_CAPABILITY))} do; allowed here: fp32, tf32, bf16"
+            f"capability {'.'.join(map(str, FP8_CAPABILITY))} do; allowed here: fp32, tf32, bf16"
         )
 
 

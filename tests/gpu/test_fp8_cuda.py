@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_fused.models.dense_part import CompiledForTraining
-from dlrm_fused.models.fp8 import LEAST_CAPABILITY, Fp8Products, multiply_in_8_bits
+from dlrm_fused.models.fp8 import Fp8Products, multiply_in_8_bits
+from dlrm_fused.ops.common.gpus import FP8_CAPABILITY
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -38,7 +39,7 @@ def results_and_gradients(device: str, is_compiled: bool = False) -> list[Tensor
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "captured"])
 def test_products_and_gradients_are_those_of_the_cpu(is_compiled: bool) -> None:
-    if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("this GPU does not multiply in 8 bits")
     for found, expected in zip(results_and_gradients("cuda", is_compiled), results_and_gradients("cpu"), strict=True):
         # Sums are rounded to bf16, and what lies between two numbers of 8 bits may then become the other one.

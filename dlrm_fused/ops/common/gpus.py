@@ -17,6 +17,8 @@ import torch
 
 logger = logging.getLogger("dlrm_fused")
 
+FP8_CAPABILITY = (8, 9)  # GPUs of less have no products of 8-bit operands
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -54,7 +56,7 @@ class Gpu:
     @property
     def fp8(self) -> float:
         """FLOPs a second of tensor cores for 8-bit operands: twice those for bf16 where there are any, otherwise the same."""
-        return 2 * self.bf16 if self.capability >= (8, 9) else self.bf16
+        return 2 * self.bf16 if self.capability >= FP8_CAPABILITY else self.bf16
 
     @property
     def link(self) -> float:
