@@ -88,8 +88,8 @@ test-hosts: setup-dev
 	TRITON_INTERPRET=1 $(PYTEST) -m "exhaustive and interpreted"
 	KILLS=10 $(PYTEST) tests/distributed/test_two_hosts.py -k killed_at_random_moments
 
-# Runs that are killed take longest, and so begin first.
-LONGEST_ON_GPUS = tests/gpu/test_training_cuda.py
+# What takes longest begins first.
+LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training transformer_training moe_training transports without_peer_access)
 test-gpu: setup-dev
 	$(PYTEST) -n 10 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
 

@@ -12,6 +12,7 @@ Blocks whose feed-forward layer is a Mixture of Experts: Fedus et al., *Switch T
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -39,6 +40,29 @@ from dlrm_fused.models.tensor_parallel import (
     group_size,
     rms_norm,
 )
+
+# Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
+_MOST_SAMPLES_TIMES_HEADS = 65_535
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Return softmax attention of any number of samples.
+
+    torch 2.11 hands cuDNN, and its own kernels, batches that they cannot launch, and fails (pytorch/pytorch#142228, #180718).
+
+    Args:
+        queries: [b, heads, n, d_head].
+        keys, values: [b, heads, T, d_head].
+        seen: bool [b, T], the tokens that every query of a sample sees; None: query i sees the tokens up to i.
+    """
+    most = max(1, _MOST_SAMPLES_TIMES_HEADS // queries.shape[1])
+    masks = itertools.repeat(None) if seen is None else seen[:, None, None].split(most)
+    parts = zip(queries.split(most), keys.split(most), values.split(most), masks, strict=False)
+    attended = [
+        F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, is_causal=mask is None)
+        for own, keys, values, mask in parts
+    ]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 class Block(nn.Module):
@@ -163,14 +187,12 @@ class HistoryTransformer(nn.Module):
         normed = rms_norm(x, stages[0][0].attention_norm)
         for block, next_norm in full:
             queries, keys, values = block.project(normed).permute(3, 0, 2, 1, 4)
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            attended = attend(queries, keys, values)
             x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
         # Only the candidates' outputs of the last block are used.
         queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
         samples, samples_of_x = (torch.arange(of.shape[0], device=tokens.device) for of in (candidates, x))
-        attended = F.scaled_dot_product_attention(
-            queries[samples, :, candidates].unsqueeze(2), keys, values, attn_mask=seen[:, None, None]
-        )
+        attended = attend(queries[samples, :, candidates].unsqueeze(2), keys, values, seen)
         _, encoded = last.finish(attended.squeeze(2), x[samples_of_x, candidates_of_x], final_norm, real)
         return self.product.leave(encoded)
 

@@ -54,31 +54,17 @@ def test_waiting_for_data_is_host_time(timer):
     assert 20 <= timer.summary()["data_wait_ms"] < 40
 
 
-def test_events_are_used_again_and_a_step_costs_little(timer):
-    def step() -> None:
+def test_a_step_takes_two_events_for_each_part_and_for_itself_which_are_used_again(timer):
+    events = 2 * len([part for part in PARTS if part != "data_wait"]) + 2
+    for _ in range(10):
         for part in PARTS:
             with timer.part(part):
                 pass
         timer.step_done()
-
-    step()
-    torch.cuda.synchronize()
-    microseconds = []
-    for _ in range(10):  # other tests may keep the cores busy for a while
-        began = time.perf_counter()
-        for _ in range(100):
-            step()
-        microseconds.append((time.perf_counter() - began) * 1e4)
         torch.cuda.synchronize()
         timer.summary()
-    print(f"{min(microseconds):.1f} us a step")
-    assert min(microseconds) < 200
-    events = len(timer._clock._pool)
-    for _ in range(10):
-        step()
-        torch.cuda.synchronize()
-        timer.summary()
-    assert len(timer._clock._pool) == events
+    # Whether the next step's first one is one more depends on how soon the device passes the last of a step.
+    assert len(timer._clock._pool) in (events - 1, events)
 
 
 def test_a_part_on_another_stream_is_exposed_for_what_the_main_stream_does_not_hide(timer):

@@ -10,7 +10,8 @@ from torchrec.distributed.train_pipeline.utils import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
+from dlrm_fused.models import transformer as transformer_module
+from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM, attend
 
 HISTORY, DIM, WIDTH = 4, 4, 6  # T = 5 tokens
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -29,6 +30,24 @@ def tokens(samples: int = len(LENGTHS)) -> Tensor:
 def encode(model: HistoryTransformer, vectors: Tensor, lengths: Tensor = LENGTHS) -> Tensor:
     with torch.no_grad():
         return model(vectors.flatten(0, 1), lengths)
+
+
+def test_more_samples_than_a_launch_takes_are_attended_to_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, values = torch.randn(3, 7, 2, 5, 8, generator=torch.Generator().manual_seed(3))
+    seen = torch.arange(5) <= torch.tensor([0, 4, 2, 3, 1, 0, 4])[:, None]
+    whole = attend(queries, keys, values), attend(queries[:, :, :1], keys, values, seen)
+    monkeypatch.setattr(transformer_module, "_MOST_SAMPLES_TIMES_HEADS", 2 * 3)
+    launched = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def record(own: Tensor, *others: Tensor, **options: object) -> Tensor:
+        launched.append(len(own))
+        return attention(own, *others, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    parts = attend(queries, keys, values), attend(queries[:, :, :1], keys, values, seen)
+    assert launched == [3, 3, 1] * 2
+    assert all(map(torch.equal, parts, whole))
 
 
 class TestWhatACandidateSees:
