@@ -12,7 +12,6 @@ Blocks whose feed-forward layer is a Mixture of Experts: Fedus et al., *Switch T
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -55,14 +54,13 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = 
         keys, values: [b, heads, T, d_head].
         seen: bool [b, T], the tokens that every query of a sample sees; None: query i sees the tokens up to i.
     """
-    most = max(1, _MOST_SAMPLES_TIMES_HEADS // queries.shape[1])
-    masks = itertools.repeat(None) if seen is None else seen[:, None, None].split(most)
-    parts = zip(queries.split(most), keys.split(most), values.split(most), masks, strict=False)
-    attended = [
-        F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, is_causal=mask is None)
-        for own, keys, values, mask in parts
-    ]
-    return attended[0] if len(attended) == 1 else torch.cat(attended)
+    heads = queries.shape[1]
+    # A program of torch.export has no number of samples by which it could be split.
+    if torch.compiler.is_exporting() or len(queries) * heads <= _MOST_SAMPLES_TIMES_HEADS:
+        mask = None if seen is None else seen[:, None, None]
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    parts = [of.split(_MOST_SAMPLES_TIMES_HEADS // heads) for of in (queries, keys, values, seen) if of is not None]
+    return torch.cat([attend(*part) for part in zip(*parts, strict=True)])
 
 
 class Block(nn.Module):
