@@ -79,6 +79,7 @@ def scatter_rows(
     destinations_at: int | None = None,
     destinations_per_rank: int = 0,
     received: Mapping[int, Tensor] | None = None,
+    by_rank: ItemsByRank | None = None,
 ) -> None:
     """Store row i // repeats of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
 
@@ -92,6 +93,7 @@ def scatter_rows(
             rank * destinations_per_rank + i; or, of another host's rank, + its number in the slice.
         received: where ranks are on several hosts: by rank of another one, int64: the rows of this rank's block to which those
             of its slice belong.
+        by_rank: the targets by rank, where the caller knows them; the items of a rank are in the order of its slice.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
@@ -99,7 +101,8 @@ def scatter_rows(
     memory, channel, receive_offset, fingerprint = window
     rank, remote, by_kernel = channel.group.rank, channel.group.hosts.remote, uses_kernels(memory.local.device)
     call = _Call(source, targets, window, rows_per_rank, repeats, scale, destinations_at, rank * destinations_per_rank)
-    by_rank = None if by_kernel and not remote else _ByRank.of(targets, rows_per_rank, channel.group.world_size)
+    if by_rank is None and (remote or not by_kernel):
+        by_rank = ItemsByRank.of(targets, rows_per_rank, channel.group.world_size)
     exchange = None
     if remote:
         assert received is not None, f"channel {channel.name}: ranks on several hosts, and nothing said of their slices"
@@ -145,7 +148,7 @@ class _Call:
         if at is not None:
             block[at : at + 4 * self.rows_per_rank].view(torch.int32)[rows] = destinations.int()
 
-    def store_at(self, by_rank: _ByRank, peer: int, offset: int) -> None:
+    def store_at(self, by_rank: ItemsByRank, peer: int, offset: int) -> None:
         """Store the rows of one rank on the CPU, as the kernel does."""
         items = by_rank.items(peer)
         self.store(peer, offset, by_rank.rows(peer), self.values(items), self.first_destination + items)
@@ -173,12 +176,12 @@ def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[in
     """
     if not hosts.are_many:
         return {}
-    by_rank = _ByRank.of(targets, rows_per_rank, len(hosts.of_rank))
+    by_rank = ItemsByRank.of(targets, rows_per_rank, len(hosts.of_rank))
     return {rank: by_rank.items(rank) for rank in hosts.remote}
 
 
-class _ByRank(NamedTuple):
-    """Items in the order of their targets: by rank, and by row there.
+class ItemsByRank(NamedTuple):
+    """Items by the rank of their targets.
 
     Attributes:
         order: int64, the numbers of items; first those without target.
@@ -194,6 +197,7 @@ class _ByRank(NamedTuple):
 
     @classmethod
     def of(cls, targets: Tensor, rows_per_rank: int, ranks: int) -> Self:
+        """Return the items in the order of their targets: by rank, and by row there."""
         in_order, order = targets.long().sort()
         bounds = torch.searchsorted(in_order, torch.arange(ranks + 1, device=targets.device) * rows_per_rank)
         return cls(order, in_order, bounds.tolist(), rows_per_rank)

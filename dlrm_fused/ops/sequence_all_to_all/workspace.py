@@ -1,0 +1,154 @@
+"""The symmetric memory in which rows are received, and who asks whom for how many of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup
+from dlrm_fused.symmetric.device import round_up, uses_kernels
+
+# A kernel's loads and stores of a row have so many bytes.
+_ROW_BYTES = 16
+# Memory is made larger by more than is needed, so that batches which grow little by little do not make it anew every time.
+_SPARE = 1.25
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The rows that every rank asks every other one for, in one call.
+
+    Attributes:
+        asked: [ranks][ranks]: of rank i from rank j.
+        rank: this one.
+    """
+
+    asked: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @cached_property
+    def received(self) -> list[int]:
+        """[ranks + 1], where the rows of each rank begin among those that this one asked for, and the end."""
+        return [0, *itertools.accumulate(self.asked[self.rank])]
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """[ranks + 1], where those of each asking rank begin in the order of what this one was asked for, and the end."""
+        return [0, *itertools.accumulate(asked[self.rank] for asked in self.asked)]
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Return the most rows that a rank receives, forward or backward; at least 1."""
+        return max(1, *map(sum, self.asked), *map(sum, zip(*self.asked, strict=True)))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Equal on ranks that agree on all counts."""
+        return fingerprint_of(self.asked)
+
+    def first_at(self, asking: int) -> int:
+        """Return where this rank's rows begin among those that rank ``asking`` receives."""
+        return sum(self.asked[asking][: self.rank])
+
+
+class SequenceWorkspace(Workspace):
+    """The memory in which rows, and backward their gradients, are received. Making one is collective.
+
+    It grows, collectively, with the largest number of rows that a rank receives. Outputs are the callers' as long as a tensor
+    uses them; those beyond ``held_outputs`` are copied to ordinary memory.
+    """
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        width: int,
+        *,
+        name: str,
+        output_dtype: torch.dtype = torch.float32,
+        forward_wire: torch.dtype = torch.float32,
+        backward_wire: torch.dtype = torch.float32,
+        timeout_seconds: float = 600.0,
+        held_outputs: int = 2,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
+            width: elements of a row; on GPUs their bytes on the wire must be a multiple of 16.
+            output_dtype: float32, bfloat16 or float16: of the rows, of the output and of its gradient.
+            forward_wire, backward_wire: the same: in which rows, and their gradients, travel.
+            held_outputs: outputs that may be alive at once without a copy.
+
+        Raises:
+            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
+        """
+        self.width, self.output_dtype, self.held_outputs = width, output_dtype, held_outputs
+        self.forward_wire, self.backward_wire = forward_wire, backward_wire
+        super().__init__(group, name, lambda: self._checked(group, name), timeout_seconds=timeout_seconds)
+        self._most_rows = 0
+        self._pool: BlockPool | None = None
+
+    def _checked(self, group: SymmetricGroup, name: str) -> Mapping[str, object]:
+        """Return what must be equal on all ranks; raises UsageError."""
+        check_counts(name, width=self.width, held_outputs=self.held_outputs)
+        for dtype in (self.output_dtype, self.forward_wire, self.backward_wire):
+            check_dtype(name, dtype)
+            if uses_kernels(group.device) and self.width * dtype.itemsize % _ROW_BYTES:
+                raise UsageError(
+                    f"{name}: width={self.width}; needed in {dtype}: a multiple of {_ROW_BYTES // dtype.itemsize}, 16 bytes"
+                )
+        keys = ("width", "output_dtype", "forward_wire", "backward_wire", "held_outputs")
+        return {key: getattr(self, key) for key in keys}
+
+    def counts(self, asked: Sequence[Sequence[int]]) -> Counts:
+        """Return the counts of a call.
+
+        Raises:
+            UsageError: if there is not a number, at least 0, for each two ranks, or ranks receive too many rows together.
+        """
+        counts = Counts(tuple(map(tuple, asked)), self.rank)
+        ranks = self.world_size
+        if len(counts.asked) != ranks or any(len(of_rank) != ranks or min(of_rank) < 0 for of_rank in counts.asked):
+            raise UsageError(
+                f"{self.name}: counts={list(asked)}; needed: {ranks} numbers, at least 0, for each of {ranks} ranks"
+            )
+        if ranks * counts.most_rows >= 2**31:
+            raise UsageError(f"{self.name}: a rank receives {counts.most_rows} rows; needed: less than 2**31 / {ranks}")
+        return counts
+
+    def pool(self, counts: Counts) -> BlockPool:
+        """Return the memory for a call, which all ranks make larger where it has too few rows."""
+        if self._pool is None or counts.most_rows > self._most_rows:
+            self._pool = self._allocated(int(counts.most_rows * _SPARE))
+        return self._pool
+
+    @lasting
+    def _allocated(self, rows: int) -> BlockPool:
+        self.release()
+        self._most_rows = rows
+        # A block for a gradient beside the outputs that are held.
+        return BlockPool.with_spare(self.group, f"{self.name}: rows", self.block_bytes, self.held_outputs + 1)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes in which a rank receives in one call."""
+        return self.destinations_at(self._most_rows) + 4 * self._most_rows
+
+    def destinations_at(self, rows: int) -> int:
+        """Return the byte of a block behind so many rows, whatever wire they come by."""
+        return round_up(rows * self.width * max(self.forward_wire.itemsize, self.backward_wire.itemsize))
+
+    def release(self) -> None:
+        """Let go of the memory, once this rank has completed its last call; tensors that callers hold stay."""
+        if self._pool is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._pool.release()
+            self._pool = None

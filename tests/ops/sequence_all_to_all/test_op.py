@@ -1,0 +1,248 @@
+"""Rows between processes on the CPU: values, order, gradients, growing memory, faults, and as an operator of PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import cpu_group, on_hosts, run_program, run_ranks
+
+WIDTH = 8
+DIVISOR = 3.0
+
+
+class Call(NamedTuple):
+    """A call of all ranks.
+
+    Attributes:
+        counts: [ranks][ranks]: rows that rank i asks rank j for.
+        rows: of each rank, those that it was asked for.
+        orders: of each rank, as the operator takes it.
+        gradients: of each rank's output.
+    """
+
+    counts: list[list[int]]
+    rows: list[Tensor]
+    orders: list[Tensor]
+    gradients: list[Tensor]
+
+    @classmethod
+    def draw(cls, ranks: int, seed: int, dtype: torch.dtype = torch.float32) -> Call:
+        """Draw the same call on all ranks; some ask for nothing, or are asked for nothing."""
+        most = random.Random(seed).choice([0, 1, 7, 40])
+        generator = torch.Generator().manual_seed(seed)
+        counts = torch.randint(0, most + 1, (ranks, ranks), generator=generator)
+        counts[seed % ranks] *= seed % 3 > 0
+        counts[:, (seed + 1) % ranks] *= seed % 4 > 0
+        asked = counts.sum(0).tolist()
+        rows = [torch.randn(n, WIDTH, generator=generator).to(dtype) for n in asked]
+        orders = [torch.randperm(n, generator=generator) for n in asked]
+        gradients = [torch.randn(n, WIDTH, generator=generator).to(dtype) for n in counts.sum(1).tolist()]
+        return cls(counts.tolist(), rows, orders, gradients)
+
+    def pieces(self, asking: int) -> list[Tensor]:
+        """The rows that a rank gets from each rank."""
+        return [
+            self.rows[owner][self.orders[owner]].split([asked[owner] for asked in self.counts])[asking]
+            for owner in range(len(self.counts))
+        ]
+
+    def gradient_of(self, owner: int) -> Tensor:
+        """The undivided gradient of the rows of a rank."""
+        parts = [of_rank.split(asked)[owner] for of_rank, asked in zip(self.gradients, self.counts, strict=True)]
+        gradient = torch.empty_like(self.rows[owner])
+        gradient[self.orders[owner]] = torch.cat(parts)
+        return gradient
+
+
+def new_workspace(group: SymmetricGroup, **settings: object) -> SequenceWorkspace:
+    return SequenceWorkspace(group, WIDTH, name="sequences", timeout_seconds=30.0, **settings)  # type: ignore[arg-type]
+
+
+def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
+    """Seeds of the calls whose results or gradients are wrong on this rank. Results of earlier calls are held, and compared
+    when later ones have been made; gradients go back in another order than that of the calls."""
+    wrong = []
+    with cpu_group() as group:
+        workspace = new_workspace(group, output_dtype=dtype, forward_wire=dtype, backward_wire=dtype)
+        for several in (seeds[i : i + 5] for i in range(0, len(seeds), 5)):
+            calls = [Call.draw(group.world_size, seed, dtype) for seed in several]
+            leaves = [call.rows[group.rank].clone().requires_grad_() for call in calls]
+            results = []
+            for seed, call, rows in zip(several, calls, leaves, strict=True):
+                if seed % group.world_size == group.rank:
+                    time.sleep(random.Random(seed).random() * 0.01)
+                results.append(sequence_all_to_all(workspace, rows, call.orders[group.rank], call.counts, DIVISOR))
+            for seed, call, rows, result in reversed(list(zip(several, calls, leaves, results, strict=True))):
+                result.backward(call.gradients[group.rank])
+                expected = (call.gradient_of(group.rank) / DIVISOR).to(dtype)
+                if not torch.equal(result, torch.cat(call.pieces(group.rank))):
+                    wrong.append(f"result of {seed}")
+                if not torch.equal(rows.grad, expected):
+                    wrong.append(f"gradient of {seed}")
+    return wrong
+
+
+@pytest.mark.also_interpreted
+@pytest.mark.parametrize(
+    ("hosts", "dtype"),
+    [
+        ((0,), torch.float32),
+        ((0, 0), torch.bfloat16),
+        ((0, 0, 0), torch.float32),
+        ((0, 1), torch.float16),
+        ((0, 0, 1), torch.float32),
+    ],
+    ids=str,
+)
+def test_every_row_and_gradient_has_its_place(hosts: tuple[int, ...], dtype: torch.dtype) -> None:
+    count = 15 if os.environ.get("TRITON_INTERPRET") == "1" else 60
+    assert run_ranks(len(hosts), on_hosts, hosts, wrong_calls, range(count), dtype) == [[]] * len(hosts)
+
+
+def differences_from_the_reference(seeds: Sequence[int]) -> list[int]:
+    with cpu_group() as group:
+        workspace, found = new_workspace(group), []
+        for seed in seeds:
+            call = Call.draw(group.world_size, seed)
+            order, gradient = call.orders[group.rank], call.gradients[group.rank]
+            ours, theirs = (call.rows[group.rank].clone().requires_grad_() for _ in range(2))
+            result = sequence_all_to_all(workspace, ours, order, call.counts)
+            expected = reference(dist.group.WORLD, theirs, order, call.counts)
+            result.backward(gradient)
+            expected.backward(gradient)
+            if not (torch.equal(result, expected) and torch.equal(ours.grad, theirs.grad)):
+                found.append(seed)
+        return found
+
+
+def test_the_reference_is_the_same() -> None:
+    assert run_ranks(3, differences_from_the_reference, range(8)) == [[]] * 3
+
+
+def rounded_by_the_wire() -> bool:
+    with cpu_group() as group:
+        workspace = new_workspace(group, forward_wire=torch.bfloat16, backward_wire=torch.float16)
+        call = Call.draw(group.world_size, 9)
+        rows = call.rows[group.rank].clone().requires_grad_()
+        rows.data[:1] = 1e9
+        call.rows[group.rank].copy_(rows.data)
+        gradient = call.gradients[group.rank] * 1e5  # beyond the largest of fp16
+        result = sequence_all_to_all(workspace, rows, call.orders[group.rank], call.counts)
+        result.backward(gradient)
+        assert result.dtype == rows.grad.dtype == torch.float32
+        sent = call._replace(gradients=[(of_rank * 1e5).clamp(-65504, 65504).half().float() for of_rank in call.gradients])
+        own = call.pieces(group.rank)[group.rank].bfloat16().float()
+        received = result.split(call.counts[group.rank])[group.rank]
+        return torch.equal(received, own) and torch.equal(rows.grad, sent.gradient_of(group.rank))
+
+
+def test_rows_and_gradients_travel_in_the_dtypes_of_the_wire() -> None:
+    assert run_ranks(2, rounded_by_the_wire) == [True, True]
+
+
+def opcheck() -> None:
+    with cpu_group() as group:
+        workspace = new_workspace(group)
+        call = Call.draw(group.world_size, 9)
+        rows = call.rows[group.rank].requires_grad_()
+        flat = [count for of_rank in call.counts for count in of_rank]
+        arguments = rows, call.orders[group.rank], flat, DIVISOR, workspace.handle
+        torch.library.opcheck(torch.ops.dlrm_fused.sequence_all_to_all.default, arguments)
+
+
+def test_opcheck() -> None:
+    run_ranks(2, opcheck)
+
+
+def error_of_a_call(is_refused: bool) -> str:
+    """What a rank is told when rank 1 gives rows in fp64, or other counts."""
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        workspace = new_workspace(symmetric_group())
+        call = Call.draw(rank.world_size, 9)
+        sequence_all_to_all(workspace, call.rows[rank.index], call.orders[rank.index], call.counts)
+        rows, order, counts = call.rows[rank.index], call.orders[rank.index], call.counts
+        if rank.index == 1 and is_refused:
+            rows = rows.double()
+        elif rank.index == 1:
+            counts = [[counts[0][0] + 1, *counts[0][1:]], *counts[1:]]
+        answer = "no error"
+        try:
+            sequence_all_to_all(workspace, rows, order, counts)
+        except (UsageError, CommunicationError) as error:
+            answer = f"{type(error).__name__}: {error}"
+        dist.barrier()  # who ends earlier is taken for lost
+        return answer
+
+
+def test_a_rank_that_refuses_a_call_is_named() -> None:
+    first, second, third = run_ranks(3, error_of_a_call, True)
+    assert second.startswith("UsageError: sequences: rows is torch.float64")
+    for told in (first, third):
+        assert told.startswith("CommunicationError")
+        assert "rank 1 on" in told
+        assert "did not take part" in told
+
+
+def test_ranks_with_other_counts_are_told_at_once() -> None:
+    for told in run_ranks(2, error_of_a_call, False):
+        assert told.startswith("CommunicationError")
+        assert "differ in shapes or settings" in told
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([[1, 2]], "needed: 2 numbers, at least 0, for each of 2 ranks"),
+        ([[1, 2], [1]], "needed: 2 numbers, at least 0, for each of 2 ranks"),
+        ([[1, -1], [0, 0]], "needed: 2 numbers, at least 0, for each of 2 ranks"),
+        ([[2**30, 0], [0, 0]], "needed: less than 2**31 / 2"),
+    ],
+    ids=str,
+)
+def test_wrong_counts(counts: list[list[int]], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        SequenceWorkspace.counts(_TwoRanks(), counts)  # type: ignore[arg-type]
+
+
+class _TwoRanks:
+    name, rank, world_size = "sequences", 0, 2
+
+
+def call_until_rank_1_is_killed() -> None:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        workspace = new_workspace(symmetric_group())
+        for number in itertools.count(6, 3):
+            if rank.index == 1 and number == 18:
+                os.kill(os.getpid(), signal.SIGKILL)
+            call = Call.draw(rank.world_size, number)
+            rows = call.rows[rank.index].requires_grad_()
+            try:
+                sequence_all_to_all(workspace, rows, call.orders[rank.index], call.counts).sum().backward()
+            except CommunicationError as error:
+                print(error, flush=True)
+                os._exit(0)  # the process group would wait for the rank that is gone
+
+
+def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
+    ended = run_program(3, tmp_path, 240.0, call_until_rank_1_is_killed)
+    assert ended.statuses == [0, -signal.SIGKILL, 0], ended.output
+    assert len(re.findall(r"rank 1 on \S+ \(pid \d+\) is lost", ended.output)) == 2, ended.output
