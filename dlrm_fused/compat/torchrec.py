@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
@@ -23,6 +24,8 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+ShardedModule: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -52,22 +55,22 @@ def set_fused_params(weight: nn.Parameter, optimizer: type[torch.optim.Optimizer
 # A sharded module. Its sharding types have numbers: table_wise may be 0, row_wise 1.
 
 
-def environment(module: ShardedEmbeddingBagCollection) -> ShardingEnv:
+def environment(module: ShardedModule) -> ShardingEnv:
     """Return the ranks that a module is sharded over."""
     return module._env
 
 
-def device(module: ShardedEmbeddingBagCollection) -> torch.device:
+def device(module: ShardedModule) -> torch.device:
     """Return the device that holds a module's tables."""
     return module._device or torch.device("cpu")
 
 
-def path(module: ShardedEmbeddingBagCollection) -> str:
+def path(module: ShardedModule) -> str:
     """Return the name of a module within its model."""
     return module._module_fqn or "embeddings"
 
 
-def sharding_types(module: ShardedEmbeddingBagCollection) -> list[str]:
+def sharding_types(module: ShardedModule) -> list[str]:
     """Return a module's sharding types, by number."""
     return module._sharding_types
 
@@ -77,7 +80,7 @@ def shardings(module: ShardedEmbeddingBagCollection) -> list[Any]:
     return module._embedding_shardings
 
 
-def lookups(module: ShardedEmbeddingBagCollection) -> list[Any]:
+def lookups(module: ShardedModule) -> list[Any]:
     """Return the lookup of each sharding type: a group of embedding modules, each of them an operator of FBGEMM."""
     return cast(list[Any], module._lookups)
 

@@ -8,35 +8,31 @@ row-wise tables together. Tables and batches that this does not cover
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.memory_stashing import MemoryStashingManager
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.compat.fbgemm import read_steps_anew
-from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding.distinct_bags import BatchKeys, finds_distinct_rows
 from dlrm_fused.sharding.exchange import BatchContext
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
+from dlrm_fused.sharding.module_support import ModuleSupport, check_options
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
 from dlrm_fused.sharding.paths import FusedSettings, MeasuringPath, Path, TorchRecPath, Turns, fused_path
-from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
+from dlrm_fused.sharding.support import TableSettings, output_type
 from dlrm_fused.sharding.without_tables import check_that_ranks_have_rows, receive_the_dtype_of_the_others
-from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
-from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
 
-logger = logging.getLogger("dlrm_fused")
 
 
 class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -72,23 +68,28 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _set_up_paths(self) -> None:
         """Decide which tables take the fused path, say so, and prepare it. Collective."""
-        self._logged: set[str] = set()
         self._measured: dict[str, BothWays] = {}  # by sharding type, with mode="auto": seconds of a step
         self._path: Path = TorchRecPath()
         self._input_dist: FusedInputDist | None = None
         self._has_features_of_input_dist = covers(self)
-        self._check_options()
+        check_options(self, self.options, "FusedEmbeddingBagCollectionSharder")
         receive_the_dtype_of_the_others(self)
         check_that_ranks_have_rows(self)
-        self.reasons, self._group = self._find_support()
+        self._support = ModuleSupport(
+            self,
+            self.options,
+            self._table_settings(),
+            by_kernels=uses_kernels(compat.device(self)),
+            against_module=None if self._repeated is None else f"a table reads {self._repeated} twice",
+        )
+        self.reasons, self._group = self._support.reasons, self._support.group
         finds_distinct = self._group is not None and finds_distinct_rows(self._group)
         self._batch_keys = BatchKeys(self) if finds_distinct else None
-        self._announce_support()
         self._path = self._choose_path()
 
     def _choose_path(self) -> Path:
         """Collective."""
-        covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
+        covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._support.covers(kind)]
         if not covered or self._group is None:
             return TorchRecPath()
         infos = next(iter(self.sharding_type_to_sharding_infos.values()))
@@ -106,21 +107,6 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         is_whole = bool(self._path.shardings) and len(self._path.shardings) == len(compat.sharding_types(self))
         has_kernels = self._group is not None and uses_kernels(self._group.device) and not self._group.hosts.are_many
         return is_whole and has_kernels and self._has_features_of_input_dist
-
-    def _check_options(self) -> None:
-        """Ranks with other options would make other collective calls, and wait for each other."""
-        group = compat.environment(self).process_group
-        if group is None or dist.get_backend(group) == "fake":
-            return
-        options = gather_or_raise(lambda: self.options, group, compat.device(self))
-        first = asdict(options[0])
-        for rank, other in enumerate(options):
-            for key, value in asdict(other).items():
-                if value != first[key]:
-                    raise UsageError(
-                        f"FusedEmbeddingBagCollectionSharder: {key} differs between ranks: {first[key]} on rank 0, {value} on "
-                        f"rank {rank}; all ranks must give the same"
-                    )
 
     @property
     def paths(self) -> dict[str, str]:
@@ -145,9 +131,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         fused, torchrec = f"{both.fused * 1e3:.3f} ms", f"{both.unfused * 1e3:.3f} ms"
         return f"fused: {fused}, TorchRec {torchrec}" if both.fused_is_faster else f"torchrec: {torchrec}, fused {fused}"
 
-    def _find_support(self) -> tuple[dict[str, str | None], SymmetricGroup | None]:
-        """The reason against each table, None if it is fused, and the ranks' memory if any is. Collective."""
-        groups = {
+    def _table_settings(self) -> dict[str, list[TableSettings]]:
+        return {
             kind: [
                 TableSettings(
                     name=info.embedding_config.name,
@@ -162,46 +147,6 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             ]
             for kind, infos in self.sharding_type_to_sharding_infos.items()
         }
-        device = compat.device(self)
-        reasons = by_table(groups, uses_kernels(device))
-        of_module, group = self._reason_against_module(device), None
-        if of_module is None and None in reasons.values():
-            try:
-                group = symmetric_group(compat.environment(self).process_group, device)
-            except CommunicationError as error:  # raised by all ranks
-                of_module = str(error)
-        return {name: reason or of_module for name, reason in reasons.items()}, group
-
-    def _reason_against_module(self, device: torch.device) -> str | None:
-        if isinstance(compat.environment(self), ShardingEnv2D):
-            return "2D parallelism"
-        if compat.environment(self).process_group is None or dist.get_backend(compat.environment(self).process_group) == "fake":
-            return "there is no process group"
-        if device.type not in ("cpu", "cuda"):
-            return f"device {device}"
-        if self._repeated is not None:
-            return f"a table reads {self._repeated} twice"
-        return self.options.reason_against_wire
-
-    def _is_covered(self, kind: str) -> bool:
-        return all(self.reasons[info.embedding_config.name] is None for info in self.sharding_type_to_sharding_infos[kind])
-
-    def _announce_support(self) -> None:
-        uncovered = {name: reason for name, reason in self.reasons.items() if reason}
-        if uncovered and self.options.strict:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in uncovered.items())
-            raise UsageError(
-                f"strict fused communication (strict=True, comm_strict=true) does not cover all tables: {listed}; change their "
-                "plan, or let them run on TorchRec's own path with strict=False, comm_strict=false"
-            )
-        self._log_once(logging.WARNING if uncovered else logging.INFO, f"{compat.path(self)}: {summary(self.reasons)}")
-        for name, reason in uncovered.items():
-            self._log_once(logging.DEBUG, f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
-
-    def _log_once(self, level: int, message: str) -> None:
-        if message not in self._logged and compat.environment(self).rank == 0:
-            logger.log(level, message)
-        self._logged.add(message)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
         """Look up the pooled embeddings of a batch. Collective.
@@ -272,7 +217,9 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
                     "on TorchRec's own path with strict=False, comm_strict=false"
                 )
-            self._log_once(logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication")
+            self._support.log_once(
+                logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication"
+            )
             read_steps_anew(compat.fbgemm_lookups(self))
         return TorchRecPath()
 
