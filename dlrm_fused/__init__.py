@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from dlrm_fused.ops.moe.op import expert_layer as expert_layer
     from dlrm_fused.ops.moe.workspace import ExpertWorkspace as ExpertWorkspace
     from dlrm_fused.ops.moe.workspace import expert_memory as expert_memory
+    from dlrm_fused.ops.sequence_all_to_all.op import sequence_all_to_all as sequence_all_to_all
+    from dlrm_fused.ops.sequence_all_to_all.workspace import SequenceWorkspace as SequenceWorkspace
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
+    from dlrm_fused.sharding.sequence_sharder import FusedEmbeddingCollectionSharder as FusedEmbeddingCollectionSharder
     from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
     from dlrm_fused.symmetric.factory import symmetric_group as symmetric_group
 
@@ -49,6 +52,7 @@ _OFFERS = (
     ("cli", "train", "evaluate"),
     # Its communication in a TorchRec trainer of one's own.
     ("sharding.sharder", "FusedEmbeddingBagCollectionSharder"),
+    ("sharding.sequence_sharder", "FusedEmbeddingCollectionSharder"),
     ("sharding.estimates", "fused_enumerator"),
     # Operators.
     ("symmetric.factory", "symmetric_group"),
@@ -65,6 +69,8 @@ _OFFERS = (
     ("ops.all_gather_gemm.workspace", "ShardWorkspace"),
     ("ops.moe.op", "expert_layer"),
     ("ops.moe.workspace", "ExpertWorkspace", "expert_memory"),
+    ("ops.sequence_all_to_all.op", "sequence_all_to_all"),
+    ("ops.sequence_all_to_all.workspace", "SequenceWorkspace"),
     # Online scoring.
     ("inference.online.model", "OnlineModel"),
     ("inference.online.scorer", "OnlineScorer", "Candidates"),

@@ -80,6 +80,17 @@ def shardings(module: ShardedEmbeddingBagCollection) -> list[Any]:
     return module._embedding_shardings
 
 
+def sequence_shardings(module: ShardedEmbeddingCollection) -> list[Any]:
+    """TorchRec's EmbeddingSharding of each sharding type of a sharded EmbeddingCollection."""
+    return list(module._sharding_type_to_sharding.values())
+
+
+def set_output_dist(module: ShardedEmbeddingCollection, number: int, output_dist: nn.Module) -> None:
+    """Let another module deliver the rows of a sharding type: it is called with what the lookup returns, [n, columns], and the
+    SequenceShardingContext of the batch, and returns an awaitable of this rank's rows."""
+    module._output_dists[number] = output_dist
+
+
 def lookups(module: ShardedModule) -> list[Any]:
     """Return the lookup of each sharding type: a group of embedding modules, each of them an operator of FBGEMM."""
     return cast(list[Any], module._lookups)

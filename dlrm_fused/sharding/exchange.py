@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout
-from dlrm_fused.sharding.options import FusedOptions
+from dlrm_fused.sharding.options import FusedOptions, wire_for
 from dlrm_fused.symmetric import SymmetricGroup
 
 # Names of workspaces must be unique within a group and equal on its ranks, which make the same modules in the same order.
@@ -87,8 +87,8 @@ class Exchange:
             _layout(module, shardings, group.world_size, self.order),
             name=f"{compat.path(module)} ({next_number(group)})",
             output_dtype=output_dtype,
-            forward_wire=_wire(options.forward_wire, output_dtype, group.world_size),
-            backward_wire=_wire(options.backward_wire, output_dtype, group.world_size),
+            forward_wire=wire_for(options.forward_wire, output_dtype, group.world_size),
+            backward_wire=wire_for(options.backward_wire, output_dtype, group.world_size),
             timeout_seconds=options.timeout_seconds,
             check_indices=options.check_indices,
         )
@@ -159,11 +159,6 @@ class Exchange:
 def next_number(group: SymmetricGroup) -> int:
     """For the name of a workspace."""
     return next(_workspace_numbers.setdefault(group, itertools.count()))
-
-
-def _wire(wire: torch.dtype, output: torch.dtype, ranks: int) -> torch.dtype:
-    """Return the format that travels: no wider than the output. On one rank nothing travels, and so nothing is rounded."""
-    return output if ranks == 1 or wire.itemsize > output.itemsize else wire
 
 
 def _order(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch.distributed as dist
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingEnv2D
 
 from dlrm_fused.compat import torchrec as compat
@@ -38,6 +40,47 @@ def check_options(module: compat.ShardedModule, options: FusedOptions, sharder: 
                     f"{sharder}: {key} differs between ranks: {first[key]} on rank 0, {value} on "
                     f"rank {rank}; all ranks must give the same"
                 )
+
+
+def tables_of_bags(module: ShardedEmbeddingBagCollection) -> dict[str, list[TableSettings]]:
+    """Return the tables of each sharding type of a sharded EmbeddingBagCollection."""
+    return {
+        kind: [
+            TableSettings(
+                name=info.embedding_config.name,
+                sharding_type=kind,
+                compute_kernel=info.param_sharding.compute_kernel,
+                data_type=info.embedding_config.data_type,
+                fused_params=info.fused_params or {},
+                has_feature_processor=info.embedding_config.has_feature_processor,
+                is_virtual=bool(info.embedding_config.use_virtual_table),
+            )
+            for info in infos
+        ]
+        for kind, infos in module.sharding_type_to_sharding_infos.items()
+    }
+
+
+def tables_of_sequences(module: ShardedEmbeddingCollection) -> dict[str, list[TableSettings]]:
+    """Return the tables of each sharding type of a sharded EmbeddingCollection."""
+    return {
+        kind: list(
+            {
+                table.name: TableSettings(
+                    name=table.name,
+                    sharding_type=kind,
+                    compute_kernel=group.compute_kernel.value,
+                    data_type=table.data_type,
+                    fused_params=group.fused_params or {},
+                    is_virtual=bool(table.use_virtual_table),
+                )
+                for groups in compat.grouped_configs_per_rank(sharding)
+                for group in groups
+                for table in group.embedding_tables
+            }.values()
+        )
+        for kind, sharding in zip(compat.sharding_types(module), compat.sequence_shardings(module), strict=True)
+    }
 
 
 class ModuleSupport:

@@ -35,6 +35,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.dense_gradients import fix_order_of_sums, sum_gradients_over_hosts
 from dlrm_fused.sharding.flat_parameters import FlatDataParallel, GivesGradientsAtOnce
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
+from dlrm_fused.sharding.module_support import tables_of_bags
 from dlrm_fused.sharding.optimizers import describe_table_optimizers, make_optimizer
 from dlrm_fused.sharding.options import AUTO, FUSED, Mode
 from dlrm_fused.sharding.planning import make_plan
@@ -171,7 +172,7 @@ class Sharder(_RowWiseOnCpu):
 
     def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
         module = super().shard(*args, **kwargs)
-        receive_the_dtype_of_the_others(module)
+        receive_the_dtype_of_the_others(module, tables_of_bags(module))
         check_that_ranks_have_rows(module)
         return module
 

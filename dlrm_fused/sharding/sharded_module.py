@@ -25,14 +25,13 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding.distinct_bags import BatchKeys, finds_distinct_rows
 from dlrm_fused.sharding.exchange import BatchContext
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
-from dlrm_fused.sharding.module_support import ModuleSupport, check_options
+from dlrm_fused.sharding.module_support import ModuleSupport, check_options, tables_of_bags
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
 from dlrm_fused.sharding.paths import FusedSettings, MeasuringPath, Path, TorchRecPath, Turns, fused_path
-from dlrm_fused.sharding.support import TableSettings, output_type
+from dlrm_fused.sharding.support import output_type
 from dlrm_fused.sharding.without_tables import check_that_ranks_have_rows, receive_the_dtype_of_the_others
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
-
 
 
 class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -73,12 +72,13 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._input_dist: FusedInputDist | None = None
         self._has_features_of_input_dist = covers(self)
         check_options(self, self.options, "FusedEmbeddingBagCollectionSharder")
-        receive_the_dtype_of_the_others(self)
+        tables = tables_of_bags(self)
+        receive_the_dtype_of_the_others(self, tables)
         check_that_ranks_have_rows(self)
         self._support = ModuleSupport(
             self,
             self.options,
-            self._table_settings(),
+            tables,
             by_kernels=uses_kernels(compat.device(self)),
             against_module=None if self._repeated is None else f"a table reads {self._repeated} twice",
         )
@@ -130,23 +130,6 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return FUSED
         fused, torchrec = f"{both.fused * 1e3:.3f} ms", f"{both.unfused * 1e3:.3f} ms"
         return f"fused: {fused}, TorchRec {torchrec}" if both.fused_is_faster else f"torchrec: {torchrec}, fused {fused}"
-
-    def _table_settings(self) -> dict[str, list[TableSettings]]:
-        return {
-            kind: [
-                TableSettings(
-                    name=info.embedding_config.name,
-                    sharding_type=kind,
-                    compute_kernel=info.param_sharding.compute_kernel,
-                    data_type=info.embedding_config.data_type,
-                    fused_params=info.fused_params or {},
-                    has_feature_processor=info.embedding_config.has_feature_processor,
-                    is_virtual=bool(info.embedding_config.use_virtual_table),
-                )
-                for info in infos
-            ]
-            for kind, infos in self.sharding_type_to_sharding_infos.items()
-        }
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
         """Look up the pooled embeddings of a batch. Collective.

@@ -10,7 +10,6 @@ the output changes, in :mod:`~dlrm_fused.sharding.sharded_module`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommC
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_fused.compat.torchrec import sharded_module_order
-from dlrm_fused.errors import UsageError
-from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions, Mode
+from dlrm_fused.sharding.options import FUSED, FusedOptions, Mode
 from dlrm_fused.sharding.paths import Turns
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
-from dlrm_fused.sharding.support import reason_against_wire
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -65,21 +62,14 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         in_feature_order: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
-        if mode not in (FUSED, AUTO):
-            raise UsageError(f"mode={mode!r}: allowed: {FUSED!r}, {AUTO!r}")
-        if not timeout_seconds > 0:
-            raise UsageError(f"timeout_seconds={timeout_seconds}: allowed: a positive number")
-        for key, dtype in (("forward_wire", forward_wire), ("backward_wire", backward_wire)):
-            if dtype is not None and reason_against_wire(key, dtype):
-                raise UsageError(f"{key}={dtype}: allowed: torch.float32, torch.bfloat16, torch.float16")
         self._turns = Turns()
-        codec_forward, codec_backward, reason = _wires_of_codecs(qcomm_codecs_registry)
-        self.options = FusedOptions(
+        self.options = FusedOptions.of(
+            qcomm_codecs_registry,
+            (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER),
             mode=mode,
             strict=strict,
-            forward_wire=forward_wire or codec_forward,
-            backward_wire=backward_wire or codec_backward,
-            reason_against_wire=reason if forward_wire is None or backward_wire is None else None,
+            forward_wire=forward_wire,
+            backward_wire=backward_wire,
             timeout_seconds=timeout_seconds,
             check_indices=check_indices,
             in_feature_order=in_feature_order,
@@ -115,24 +105,3 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
         return FusedShardedEmbeddingBagCollection
-
-
-def _wires_of_codecs(registry: Mapping[str, QuantizedCommCodecs] | None) -> tuple[torch.dtype, torch.dtype, str | None]:
-    """Number formats of TorchRec's quantized communication, forward and backward, and why they are not covered."""
-    wires = {"forward": torch.float32, "backward": torch.float32}
-    for operation in (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER):
-        codecs = (registry or {}).get(operation.name)
-        for direction in wires:
-            codec = getattr(codecs, direction, None)
-            dtype = getattr(codec, "quantized_dtype", torch.float32)
-            dtype = dtype() if callable(dtype) else dtype  # a method in TorchRec's codec that does nothing
-            if operation is CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL:
-                wires[direction] = dtype
-            reason = reason_against_wire(f"{direction}_wire", dtype)
-            if dtype != wires[direction]:
-                reason = f"{direction} communication in {wires[direction]} for All-to-All, but {dtype} for ReduceScatter"
-            if getattr(codec, "_loss_scale", None) is not None:
-                reason = f"{direction} communication with a loss scale"
-            if reason:
-                return torch.float32, torch.float32, reason
-    return wires["forward"], wires["backward"], None
