@@ -6,10 +6,10 @@ Rows for a rank of another host go there in one slice, whose order both sides kn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 import triton
@@ -135,23 +135,40 @@ class _Call:
     destinations_at: int | None
     first_destination: int
 
-    def values(self, items: Tensor) -> Tensor:
+    def values(self, items: Tensor | slice) -> Tensor:
         """Return the rows that are stored for these items."""
+        if isinstance(items, slice):
+            assert self.repeats == 1, "a slice of the items is one of the rows"
+            assert self.scale is None
+            return self.source[items]
         rows = self.source.index_select(0, items // self.repeats if self.repeats > 1 else items)
         return rows if self.scale is None else (rows.float() * self.scale[items, None]).to(rows.dtype)
 
+    def places(self, peer: int, offset: int) -> Tensor:
+        """Return the rows of the block of a rank of this host."""
+        shape, dtype = (self.rows_per_rank, self.source.shape[1]), self.source.dtype
+        return self.window.memory.peer(peer)[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
     def store(self, peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
         """Store rows in the block of a rank of this host."""
-        shape, at = (self.rows_per_rank, self.source.shape[1]), self.destinations_at
-        block = self.window.memory.peer(peer)[offset:]
-        block[: math.prod(shape) * values.element_size()].view(values.dtype).view(shape).index_copy_(0, rows, values)
-        if at is not None:
-            block[at : at + 4 * self.rows_per_rank].view(torch.int32)[rows] = destinations.int()
+        self.places(peer, offset).index_copy_(0, rows, values)
+        self.tell(peer, offset, rows, destinations)
+
+    def tell(self, peer: int, offset: int, rows: Tensor | slice, destinations: Tensor) -> None:
+        """Say where the rows that were stored come from."""
+        if self.destinations_at is not None:
+            begin = offset + self.destinations_at
+            self.window.memory.peer(peer)[begin : begin + 4 * self.rows_per_rank].view(torch.int32)[rows] = destinations.int()
 
     def store_at(self, by_rank: ItemsByRank, peer: int, offset: int) -> None:
         """Store the rows of one rank on the CPU, as the kernel does."""
-        items = by_rank.items(peer)
-        self.store(peer, offset, by_rank.rows(peer), self.values(items), self.first_destination + items)
+        items, rows = by_rank.items(peer), by_rank.rows(peer)
+        numbers = torch.arange(items.start, items.stop) if isinstance(items, slice) else items
+        if isinstance(rows, Tensor):
+            self.store(peer, offset, rows, self.values(items), self.first_destination + numbers)
+            return
+        torch.index_select(self.source, 0, numbers, out=self.places(peer, offset)[rows])
+        self.tell(peer, offset, rows, self.first_destination + numbers)
 
     def store_by_kernel(self) -> None:
         source, targets, scale, window = self.source, self.targets, self.scale, self.window
@@ -177,35 +194,42 @@ def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[in
     if not hosts.are_many:
         return {}
     by_rank = ItemsByRank.of(targets, rows_per_rank, len(hosts.of_rank))
-    return {rank: by_rank.items(rank) for rank in hosts.remote}
+    assert by_rank.order is not None
+    return {rank: by_rank.order[slice(*by_rank.bounds[rank : rank + 2])] for rank in hosts.remote}
 
 
-class ItemsByRank(NamedTuple):
+@dataclass(frozen=True)
+class ItemsByRank:
     """Items by the rank of their targets.
 
     Attributes:
-        order: int64, the numbers of items; first those without target.
-        targets: of these items, int64.
         bounds: [ranks + 1], where the items of a rank begin.
+        order: int64, the numbers of items; first those without target. None: all, as they are.
+        targets: of these items, int64; None: the first is at ``first_rows`` of its rank, and the others follow.
         rows_per_rank: as of :func:`scatter_rows`.
     """
 
-    order: Tensor
-    targets: Tensor
-    bounds: list[int]
+    bounds: Sequence[int]
+    order: Tensor | None
+    targets: Tensor | None
     rows_per_rank: int
+    first_rows: Sequence[int] = ()
 
     @classmethod
     def of(cls, targets: Tensor, rows_per_rank: int, ranks: int) -> Self:
         """Return the items in the order of their targets: by rank, and by row there."""
         in_order, order = targets.long().sort()
         bounds = torch.searchsorted(in_order, torch.arange(ranks + 1, device=targets.device) * rows_per_rank)
-        return cls(order, in_order, bounds.tolist(), rows_per_rank)
+        return cls(bounds.tolist(), order, in_order, rows_per_rank)
 
-    def items(self, rank: int) -> Tensor:
+    def items(self, rank: int) -> Tensor | slice:
         """Numbers of the items that go to a rank."""
-        return self.order[self.bounds[rank] : self.bounds[rank + 1]]
+        own = slice(*self.bounds[rank : rank + 2])
+        return own if self.order is None else self.order[own]
 
-    def rows(self, rank: int) -> Tensor:
+    def rows(self, rank: int) -> Tensor | slice:
         """Return the rows of that rank to which they go."""
-        return self.targets[self.bounds[rank] : self.bounds[rank + 1]] - rank * self.rows_per_rank
+        begin, end = self.bounds[rank : rank + 2]
+        if self.targets is None:
+            return slice(self.first_rows[rank], self.first_rows[rank] + end - begin)
+        return self.targets[begin:end] - rank * self.rows_per_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 from dlrm_fused.symmetric import BlockPool, abort_peers_on_error
+from dlrm_fused.symmetric.device import uses_kernels
 
 
 def sequence_all_to_all(
@@ -65,16 +67,16 @@ def _deliver(rows: Tensor, order: Tensor, flat: list[int], gradient_divisor: flo
         check_tensor(workspace, "order", order, torch.int64, (counts.sent[-1],))
         if not gradient_divisor > 0:
             raise UsageError(f"{workspace.name}: gradient_divisor={gradient_divisor}; needed: a positive number")
-    items = _items_of_asking_ranks(counts, order)
-    targets = torch.empty_like(order, dtype=torch.int32).index_copy_(0, order, items.targets.int())
+    first_rows = [counts.first_at(asking) for asking in range(workspace.world_size)]
+    items = ItemsByRank(counts.sent, order, None, counts.most_rows, first_rows)
     begins, device = counts.received, order.device
     received = {owner: torch.arange(begins[owner], begins[owner + 1], device=device) for owner in workspace.group.hosts.remote}
     pool, block = _open(workspace, counts, counts.received[-1], workspace.forward_wire)
     destinations_at = workspace.destinations_at(counts.most_rows)
+    window = workspace.window(pool, block, "forward", counts.fingerprint)
     scatter_rows(
-        _on_wire(rows, workspace.forward_wire), targets, workspace.window(pool, block, "forward", counts.fingerprint),
-        rows_per_rank=counts.most_rows, destinations_at=destinations_at, destinations_per_rank=counts.most_rows,
-        received=received, by_rank=items,
+        _on_wire(rows, workspace.forward_wire), _targets(workspace, items), window, rows_per_rank=counts.most_rows,
+        destinations_at=destinations_at, destinations_per_rank=counts.most_rows, received=received, by_rank=items,
     )  # fmt: skip
     begin = pool.offset_of(block) + destinations_at
     destinations = pool.memory.local[begin : begin + 4 * len(block)].view(torch.int32).clone()
@@ -92,9 +94,7 @@ def _return_gradient(
     with abort_peers_on_error(workspace.channel):
         gradient = gradient.contiguous()
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, (counts.received[-1], workspace.width))
-    items = ItemsByRank(
-        torch.arange(counts.received[-1], device=order.device), destinations.long(), counts.received, counts.most_rows
-    )
+    items = ItemsByRank(counts.received, None, destinations.long(), counts.most_rows)
     received = {asking: order[counts.sent[asking] : counts.sent[asking + 1]] for asking in workspace.group.hosts.remote}
     pool, block = _open(workspace, counts, counts.sent[-1], workspace.backward_wire)
     window = workspace.window(pool, block, "backward", counts.fingerprint)
@@ -108,14 +108,16 @@ def _by_rank(flat: list[int], ranks: int) -> list[list[int]]:
     return [flat[i * ranks : (i + 1) * ranks] for i in range(ranks)]
 
 
-def _items_of_asking_ranks(counts: Counts, order: Tensor) -> ItemsByRank:
-    """Return this rank's rows with their places at the ranks that asked for them."""
-    begins = [asking * counts.most_rows + counts.first_at(asking) for asking in range(len(counts.asked))]
-    parts = [
-        torch.arange(begin, begin + asked[counts.rank], device=order.device)
-        for begin, asked in zip(begins, counts.asked, strict=True)
-    ]
-    return ItemsByRank(order, torch.cat(parts), counts.sent, counts.most_rows)
+def _targets(workspace: SequenceWorkspace, items: ItemsByRank) -> Tensor:
+    """Return int32 [n], where kernels store each row; without kernels, nobody asks."""
+    assert items.order is not None
+    targets = torch.empty_like(items.order, dtype=torch.int32)
+    if uses_kernels(workspace.device):
+        bounds = zip(itertools.pairwise(items.bounds), items.first_rows, strict=True)
+        begins = [(asking * items.rows_per_rank + first, end - begin) for asking, ((begin, end), first) in enumerate(bounds)]
+        parts = [torch.arange(begin, begin + count, dtype=torch.int32, device=targets.device) for begin, count in begins]
+        targets.index_copy_(0, items.order, torch.cat(parts))
+    return targets
 
 
 def _on_wire(rows: Tensor, wire: torch.dtype) -> Tensor:
