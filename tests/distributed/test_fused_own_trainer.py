@@ -17,17 +17,20 @@ from tests.distributed.launch import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = DOCS / "examples/own_trainer.py"
-OURS = "sharders=[FusedEmbeddingBagCollectionSharder("
-THEIRS = "sharders=[EmbeddingBagCollectionSharder("
-THEIR_IMPORT = "from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder"
+# The package of TorchRec's sharder, and its name, by the script that has ours.
+THEIRS = {
+    SCRIPT: ("torchrec.distributed.embeddingbag", "EmbeddingBagCollectionSharder"),
+    DOCS / "examples/sequence_model.py": ("torchrec.distributed.embedding", "EmbeddingCollectionSharder"),
+}
 
 
-def with_torchrecs_sharder(folder: Path) -> Path:
-    text = SCRIPT.read_text()
-    assert text.count(OURS) == 1
-    script = folder / "with_torchrecs_sharder.py"
-    script.write_text(f"{THEIR_IMPORT}\n{text.replace(OURS, THEIRS)}")
-    return script
+def with_torchrecs_sharder(script: Path, folder: Path) -> Path:
+    package, sharder = THEIRS[script]
+    text, ours = script.read_text(), f"sharders=[Fused{sharder}("
+    assert text.count(ours) == 1
+    written = folder / "with_torchrecs_sharder.py"
+    written.write_text(f"from {package} import {sharder}\n{text.replace(ours, f'sharders=[{sharder}(')}")
+    return written
 
 
 def _losses(script: Path) -> list[float]:
@@ -37,9 +40,10 @@ def _losses(script: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_argument_is_all_that_changes(tmp_path, ranks):
-    ours = run_ranks(ranks, _losses, SCRIPT)
-    theirs = run_ranks(ranks, _losses, with_torchrecs_sharder(tmp_path))
+@pytest.mark.parametrize("script", THEIRS, ids=lambda script: script.stem)
+def test_one_argument_is_all_that_changes(tmp_path, script, ranks):
+    ours = run_ranks(ranks, _losses, script)
+    theirs = run_ranks(ranks, _losses, with_torchrecs_sharder(script, tmp_path))
     assert ours == theirs
     assert all(losses[-1] < 0.7 * losses[0] for losses in ours)
 
