@@ -9,7 +9,14 @@ if TYPE_CHECKING:
     from benchmarks.operators.case import Operator
 
 # Each has a module of its name here.
-OPERATORS = ("embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all", "expert_layer", "all_gather_gemm")
+OPERATORS = (
+    "embedding_all_to_all",
+    "sequence_all_to_all",
+    "gemv_all_reduce",
+    "gemm_all_to_all",
+    "expert_layer",
+    "all_gather_gemm",
+)
 
 
 def load(name: str) -> Operator:

@@ -66,7 +66,7 @@ Forward = Callable[[Lookup], Tensor]
 class Tables:
     """The tables of this rank in FBGEMM's module, which all contestants share."""
 
-    def __init__(self, cell: Cell, device: torch.device) -> None:
+    def __init__(self, cell: Cell, device: torch.device, pooling: PoolingMode = PoolingMode.SUM) -> None:
         on_gpu = device.type == "cuda"
         place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
         self.rows, self.dim, self.count = cell.rows, cell.dim, cell.tables
@@ -77,7 +77,7 @@ class Tables:
             eps=EPSILON,
             weights_precision={"fp32": SparseType.FP32, "fp16": SparseType.FP16}[cell.dtype],
             output_dtype=SparseType.FP32,
-            pooling_mode=PoolingMode.SUM,
+            pooling_mode=pooling,
             bounds_check_mode=BoundsCheckMode.NONE,
             device=device,
         )
@@ -144,7 +144,9 @@ class EmbeddingCase(Case):
 
     cell: Cell
     calls = LOOKUPS
-    baseline, alone, rivals = "baseline", "lookup", ("baseline", "copy", "lookup")
+    baseline, alone = "baseline", "lookup"
+    rivals: Sequence[str] = ("baseline", "copy", "lookup")
+    pooling = PoolingMode.SUM
 
     def __init__(self, world: World, cell: Cell) -> None:
         """Raises ValueError if the bags of the cell cannot be divided evenly among the ranks."""
@@ -152,17 +154,24 @@ class EmbeddingCase(Case):
         batch, rest = divmod(cell.bags, world.size)
         if rest:
             raise ValueError(f"{world.size} ranks: the {cell.bags} bags of the cell are not divided evenly among them")
-        self.tables = Tables(cell, world.device)
+        self.tables = Tables(cell, world.device, self.pooling)
         drawer = LookupDrawer(cell, world.rank, world.size, world.device, SEED)
         self.lookups = [drawer.draw() for _ in range(LOOKUPS)]
         self.touched = table_rows(cell, self.lookups[0])
-        generator = torch.Generator(world.device).manual_seed(SEED + world.rank)
-        self.gradient = torch.randn(batch, cell.columns(world.size), generator=generator, device=world.device)
-        self.pooled_gradient = torch.randn(cell.bags, cell.width, generator=generator, device=world.device)
-        self.can_be_captured = self.gradient.nbytes < _GRAPH_OUTPUT_BYTES
         self.batches = [batch] * world.size
+        self.draw_gradients(torch.Generator(world.device).manual_seed(SEED + world.rank))
         self.settings, self.choices_us = BaselineSettings(), dict[str, float]()
         self.forwards = self.choose_forwards()
+
+    def draw_gradients(self, generator: torch.Generator) -> None:
+        cell, world = self.cell, self.world
+        self.gradient = torch.randn(self.batches[0], cell.columns(world.size), generator=generator, device=world.device)
+        self.pooled_gradient = torch.randn(cell.bags, cell.width, generator=generator, device=world.device)
+        self.can_be_captured = self.gradient.nbytes < _GRAPH_OUTPUT_BYTES
+
+    def gradient_of(self, name: str, lookup: Lookup) -> Tensor:
+        """The gradient of what a contestant gives."""
+        return self.pooled_gradient if name == "lookup" else self.gradient
 
     def choose_forwards(self) -> dict[str, Forward]:
         """By contestant, the one first whose time decides about graphs."""
@@ -196,11 +205,11 @@ class EmbeddingCase(Case):
 
     def pass_of(self, name: str, training: bool) -> Pass:
         """All lookups once, by one contestant."""
-        forward, gradient = self.forwards[name], self.pooled_gradient if name == "lookup" else self.gradient
+        forward = self.forwards[name]
 
         def train() -> None:
             for lookup in self.lookups:
-                forward(lookup).backward(gradient)
+                forward(lookup).backward(self.gradient_of(name, lookup))
 
         @torch.no_grad()
         def evaluate() -> None:
@@ -279,7 +288,7 @@ class EmbeddingCase(Case):
     def state_after_step(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and momentum of the rows after one training step from the same start."""
         self.tables.fill(SEED)
-        self.forwards[name](self.lookups[0]).backward(self.gradient)
+        self.forwards[name](self.lookups[0]).backward(self.gradient_of(name, self.lookups[0]))
         synchronize(self.world.device)
         return self.tables.state_of(rows)
 

@@ -22,6 +22,8 @@ _TITLES = {
         "training": "the same with backward and rowwise Adagrad",
         "row_wise_forward": "row-wise tables, forward",
         "row_wise_training": "the same with backward and rowwise Adagrad",
+        "sequence_forward": "unpooled lookup + All-to-All, forward",
+        "sequence_training": "the same with backward and rowwise Adagrad",
     },
     "fused / (cuBLAS + NCCL)": {"small": "GEMV + AllReduce", "large": "GEMM + AllReduce", "op": "GEMM + All-to-All"},
     "kernel / cuBLAS": {"gemm": "GEMM alone"},

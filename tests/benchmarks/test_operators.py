@@ -41,6 +41,7 @@ GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
 # A mistake is put into these: a module, and the operator as it calls it.
 CALLED = {
     "embedding_all_to_all": ("benchmarks.operators.embedding_all_to_all", "pooled_all_to_all"),
+    "sequence_all_to_all": ("dlrm_fused.sharding.sequence_sharder", "sequence_all_to_all"),
     "gemv_all_reduce": ("benchmarks.operators.gemv_all_reduce", "gemv_all_reduce"),
     "gemm_all_to_all": ("benchmarks.operators.gemm_all_to_all", "gemm_all_to_all"),
     "expert_layer": ("dlrm_fused.models.expert_parallel", "expert_layer_with_slots"),

@@ -1,0 +1,183 @@
+"""Unpooled lookup + All-to-All against FBGEMM's lookup and NCCL, as TorchRec runs them.
+
+The contestants of a cell read and update the same tables, from ids that are with their owners:
+
+* baseline: FBGEMM's table-batched embedding (TBE), then TorchRec's output dist of an EmbeddingCollection, with the fastest of
+  the settings that a user has;
+* fused: the same TBE, then the output dist of ``FusedEmbeddingCollectionSharder``, which tells the ranks their counts, too;
+* lookup: the TBE alone.
+
+``pooling`` of a cell is the number of ids of a sample in each table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import Tensor
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
+
+from benchmarks.common.harness import Work, World
+from benchmarks.operators import stress
+from benchmarks.operators.case import TIMEOUT_SECONDS, Operator
+from benchmarks.operators.embedding_all_to_all import LOOKUPS, SEED, BaselineSettings, EmbeddingCase, Forward
+from benchmarks.operators.embedding_lookups import DISTRIBUTIONS, Cell, Lookup
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
+from dlrm_fused.sharding.sequence_sharder import FusedSequenceDist
+
+# Ids of a sample in each table, and samples of all ranks.
+SIZES = ((8, 8192), (100, 2048), (512, 512), (2048, 128))
+DIMS = (64, 256)
+TABLES = 2
+
+
+class SequenceCase(EmbeddingCase):
+    """A cell on this rank."""
+
+    rivals = ("baseline", "lookup")
+    pooling = PoolingMode.NONE
+    can_be_captured = False
+
+    @cached_property
+    def contexts(self) -> dict[int, SequenceShardingContext]:
+        """By the address of a lookup's indices, TorchRec's context of its batch."""
+        return {lookup.indices.data_ptr(): self.context_of(lookup) for lookup in self.lookups}
+
+    def context_of(self, lookup: Lookup) -> SequenceShardingContext:
+        """Collective."""
+        lengths = lookup.offsets.diff().view(self.cell.tables, -1)
+        sent = [int(part.sum()) for part in lengths.split(self.batches, dim=1)]
+        received = [of_owner[self.world.rank] for of_owner in self.world.gather(sent)]
+        permutation = None
+        if self.cell.row_wise:  # buckets are undone, by which permutation does not matter to the time
+            permutation = torch.randperm(sum(received), device=self.world.device)
+        return SequenceShardingContext(
+            batch_size_per_rank=self.batches,
+            input_splits=received,
+            output_splits=sent,
+            unbucketize_permute_tensor=permutation,
+            lengths_after_input_dist=lengths,
+        )
+
+    def draw_gradients(self, generator: torch.Generator) -> None:
+        most = max(max(sum(own.input_splits), sum(own.output_splits)) for own in self.contexts.values())
+        self.gradient = torch.randn(most, self.cell.dim, generator=generator, device=self.world.device)
+
+    def gradient_of(self, name: str, lookup: Lookup) -> Tensor:
+        context = self.contexts[lookup.indices.data_ptr()]
+        return self.gradient[: sum(context.output_splits if name == "lookup" else context.input_splits)]
+
+    def choose_forwards(self) -> dict[str, Forward]:
+        tbe, group, device = self.tables.tbe, self.world.group, self.world.device
+
+        def library(lookup: Lookup) -> Tensor:
+            rows: Tensor = tbe(lookup.indices, lookup.offsets)
+            return rows
+
+        workspace = SequenceWorkspace(
+            self.world.symmetric, self.cell.dim, name="benchmark: sequences", timeout_seconds=TIMEOUT_SECONDS
+        )
+        dists = {
+            "fused": FusedSequenceDist(workspace, group),
+            "baseline": RwSequenceEmbeddingDist(group, self.cell.tables, device)
+            if self.cell.row_wise
+            else TwSequenceEmbeddingDist(group, [self.cell.tables] * self.world.size, device),
+        }
+
+        def delivered(by: str) -> Forward:
+            def forward(lookup: Lookup) -> Tensor:
+                rows: Tensor = dists[by](library(lookup), self.contexts[lookup.indices.data_ptr()]).wait()
+                return rows
+
+            return forward
+
+        return {**{name: delivered(name) for name in dists}, "lookup": library}
+
+    def phases(self, stage: str) -> Sequence[Work]:
+        rows = sum(lookup.indices.numel() for lookup in self.lookups) / LOOKUPS
+        of_rank = [context.output_splits for context in self.contexts.values()]
+        remote = sum(sum(sent) - sent[self.world.rank] for sent in of_rank) / LOOKUPS
+        row_bytes, distinct = 4.0 * self.cell.dim, float(self.touched.numel())
+        phases = [Work(0, (distinct + rows) * row_bytes + 8 * rows, remote * row_bytes)]
+        if stage.endswith("training"):
+            phases.append(Work(0, (2 * distinct + rows) * row_bytes + 8 * rows + 8 * distinct, remote * row_bytes))
+        return phases
+
+    def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "ratio_to_defaults": us["fused"] / self.choices_us[str(BaselineSettings())],
+            "baseline_settings": asdict(self.settings),
+            "baseline_choices_us": self.choices_us,
+        }
+
+
+def all_cells() -> list[Cell]:
+    """16 cells, table-wise, and every third of them row-wise."""
+    drawn = itertools.product(SIZES, DIMS, DISTRIBUTIONS)
+    cells = [Cell(TABLES, bags, ids, dim, "fp32", kind) for (ids, bags), dim, kind in drawn]
+    return [*cells, *(Cell(TABLES, c.bags, c.pooling, c.dim, "fp32", c.indices, True) for c in cells[::3])]
+
+
+def tiny_cells() -> list[Cell]:
+    return [
+        Cell(2, 12, 3, 8, "fp32", "uniform", largest_rows=500),
+        Cell(2, 12, "jagged", 16, "fp32", "zipf", largest_rows=500),
+        Cell(2, 12, 5, 8, "fp32", "uniform", True, largest_rows=500),
+    ]
+
+
+def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
+    """Rows and gradients of some batches, which share a workspace. Collective."""
+    width = 8 if tiny else 128
+    workspace = SequenceWorkspace(world.symmetric, width, name="stress: sequences", timeout_seconds=TIMEOUT_SECONDS)
+    return [
+        _stressed(world, workspace, most, number) for number, most in enumerate((0, 3, 9) if tiny else (0, 100, 5_000, 30_000))
+    ]
+
+
+def _stressed(world: World, workspace: SequenceWorkspace, most: int, number: int) -> stress.Work:
+    """One batch, in which ranks ask each other for up to ``most`` rows."""
+    generator = torch.Generator().manual_seed(SEED + number)
+    counts: list[list[int]] = torch.randint(0, most + 1, (world.size, world.size), generator=generator).tolist()
+    own = torch.Generator(world.device).manual_seed(SEED + world.rank)
+    sent, received = sum(asked[world.rank] for asked in counts), sum(counts[world.rank])
+    rows = torch.randn(sent, workspace.width, generator=own, device=world.device, requires_grad=True)
+    gradient = torch.randn(received, workspace.width, generator=own, device=world.device)
+    order = torch.randperm(sent, generator=own, device=world.device)
+
+    def both_ways(exchange: Callable[[], Tensor], delay: Callable[[], None]) -> list[Tensor]:
+        output = exchange()
+        delay()
+        (of_rows,) = torch.autograd.grad(output, rows, gradient)
+        return [output.detach(), of_rows]
+
+    def check(found: Sequence[Tensor]) -> tuple[float, bool]:
+        expected = both_ways(lambda: reference(world.group, rows, order, counts), lambda: None)
+        differing = sum(int(stress.count_differing(*pair)) for pair in zip(found, expected, strict=True))
+        return float(differing), differing == 0
+
+    return stress.Work(
+        f"up to {most} rows",
+        workspace,
+        lambda delay: both_ways(lambda: sequence_all_to_all(workspace, rows, order, counts), delay),
+        check,
+        {"most_rows": most, "counts": counts},
+        in_graph=False,
+        is_held=True,
+    )
+
+
+OPERATOR = Operator(
+    open=SequenceCase,
+    sets={"tiny": tiny_cells, "all": all_cells},
+    stages=lambda cell: ["sequence_forward", "sequence_training"],
+    works=works,
+)
