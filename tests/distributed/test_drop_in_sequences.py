@@ -9,8 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -29,12 +32,12 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dlrm_fused.errors import UsageError
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
 from dlrm_fused.sharding.module_support import tables_of_sequences
 from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import on_hosts, run_ranks
+from tests.distributed.launch import on_hosts, run_program, run_ranks
 from tests.distributed.test_drop_in import state_of
 from tests.distributed.test_fused_sharder import CPU, RowWiseToo, fill_tables
 
@@ -426,3 +429,23 @@ def rounded(case: Case) -> list[float]:
 def test_the_wire_rounds_what_travels() -> None:
     for differences_of_rank in run_ranks(2, rounded, OF_MIXED):
         assert 0 < max(differences_of_rank) <= 2**-8
+
+
+def train_until_rank_1_is_killed() -> None:
+    with process_group(Rank.from_environment(), CPU):
+        model = shard(OF_MIXED, FusedEmbeddingCollectionSharder({"learning_rate": 0.25}))
+        for number in itertools.count():
+            if dist.get_rank() == 1 and number == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                loss, _ = model(batch_of(OF_MIXED, number % 3))
+                loss.backward()
+            except CommunicationError as error:
+                print(error, flush=True)
+                os._exit(0)  # the process group would wait for the rank that is gone
+
+
+def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
+    ended = run_program(2, tmp_path, 240.0, train_until_rank_1_is_killed)
+    assert ended.statuses == [0, -signal.SIGKILL], ended.output
+    assert re.search(r"rank 1 on \S+ \(pid \d+\) is lost", ended.output), ended.output
