@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
+
+from dlrm_fused.ops.common.all_to_all import all_to_all
 
 
-def reference(group: dist.ProcessGroup, rows: Tensor, order: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+def reference(group: dist.ProcessGroup | None, rows: Tensor, order: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     """Return what :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all` does; differentiable, and collective.
 
     Args:
-        group: the ranks that take part; the other arguments are those of the operator.
+        group: the ranks that take part; None for one. The other arguments are those of the operator.
     """
-    rank = group.rank()
-    sent, received = [asked[rank] for asked in counts], list(counts[rank])
-    out = rows.new_empty(sum(received), rows.shape[1])
-    return all_to_all_single(out, rows.index_select(0, order), received, sent, group)
+    rank = 0 if group is None else group.rank()
+    return all_to_all(rows.index_select(0, order), group, counts[rank], [asked[rank] for asked in counts])
