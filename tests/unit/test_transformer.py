@@ -10,8 +10,9 @@ from torchrec.distributed.train_pipeline.utils import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.models import transformer as transformer_module
-from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM, attend
+from dlrm_fused.models import jagged
+from dlrm_fused.models.jagged import attend
+from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
 
 HISTORY, DIM, WIDTH = 4, 4, 6  # T = 5 tokens
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -36,7 +37,7 @@ def test_more_samples_than_a_launch_takes_are_attended_to_in_parts(monkeypatch: 
     queries, keys, values = torch.randn(3, 7, 2, 5, 8, generator=torch.Generator().manual_seed(3))
     seen = torch.arange(5) <= torch.tensor([0, 4, 2, 3, 1, 0, 4])[:, None]
     whole = attend(queries, keys, values), attend(queries[:, :, :1], keys, values, seen)
-    monkeypatch.setattr(transformer_module, "_MOST_SAMPLES_TIMES_HEADS", 2 * 3)
+    monkeypatch.setattr(jagged, "_MOST_SAMPLES_TIMES_HEADS", 2 * 3)
     launched = []
     attention = torch.nn.functional.scaled_dot_product_attention
 

@@ -1,0 +1,183 @@
+"""Jagged batches of tokens: rows of the samples' tokens one after the other, without padding, and attention over them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from dlrm_fused.models.tensor_parallel import gather_samples, group_size
+
+# Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
+_MOST_SAMPLES_TIMES_HEADS = 65_535
+# On the CPU, attention takes samples of like length together; more groups are slower again. A GPU's lengths are not known here.
+_GROUPS_ON_CPU = 4
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Return softmax attention of any number of samples.
+
+    torch 2.11 hands cuDNN, and its own kernels, batches that they cannot launch, and fails (pytorch/pytorch#142228, #180718).
+
+    Args:
+        queries: [b, heads, n, d_head].
+        keys, values: [b, heads, T, d_head].
+        seen: bool [b, T], the tokens that every query of a sample sees; None: query i sees the tokens up to i.
+    """
+    if torch.compiler.is_exporting():  # a program is for any number of samples, on the CPU
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=None if seen is None else seen[:, None, None], is_causal=seen is None
+        )
+    most = max(1, _MOST_SAMPLES_TIMES_HEADS // queries.shape[1])
+    masks = itertools.repeat(None) if seen is None else seen[:, None, None].split(most)
+    parts = zip(queries.split(most), keys.split(most), values.split(most), masks, strict=False)
+    attended = [
+        F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, is_causal=mask is None)
+        for own, keys, values, mask in parts
+    ]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+@dataclass(frozen=True)
+class JaggedBatch:
+    """The n rows of b samples: of each its history, its candidate, and maybe padding, so that n is what it must be.
+
+    Attributes:
+        candidates: [b] int64, the place of each sample's candidate among its tokens.
+        counts: [b] int64, rows of each sample, above ``candidates``.
+        tokens: T, of a sample with its padding.
+        samples, places: [n] int64, the sample of each row, and its place among that sample's tokens.
+    """
+
+    candidates: Tensor
+    counts: Tensor
+    tokens: int
+    samples: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(candidates: Tensor, tokens: int, rows: int) -> JaggedBatch:
+        """Return a batch of so many rows: of all real tokens, and as much of the first samples' padding as makes them."""
+        counts = candidates + 1
+        room = tokens - counts
+        before = room.cumsum(0) - room
+        return JaggedBatch._of_counts(
+            candidates, counts + (rows - counts.sum() - before).clamp(min=0).minimum(room), tokens, rows
+        )
+
+    @staticmethod
+    def _of_counts(candidates: Tensor, counts: Tensor, tokens: int, rows: int) -> JaggedBatch:
+        all_samples = torch.arange(counts.shape[0], device=counts.device)
+        if rows == counts.shape[0] * tokens:  # also in a program, which can repeat by numbers alone
+            samples, places = (
+                all_samples.repeat_interleave(tokens),
+                torch.arange(tokens, device=counts.device).repeat(counts.shape[0]),
+            )
+        else:
+            samples = all_samples.repeat_interleave(counts, output_size=rows)
+            places = torch.arange(rows, device=counts.device) - (counts.cumsum(0) - counts).index_select(0, samples)
+        return JaggedBatch(candidates, counts, tokens, samples, places)
+
+    def gathered(self, group: ProcessGroup | None) -> JaggedBatch:
+        """Return the batch of all ranks' rows, rank after rank, of each as many. Collective."""
+        if group_size(group) == 1:
+            return self
+        candidates, counts = gather_samples(torch.stack((self.candidates, self.counts), dim=1), group).unbind(1)
+        return self._of_counts(candidates, counts, self.tokens, group_size(group) * self.samples.shape[0])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether each sample has T rows."""
+        return self.samples.shape[0] == self.counts.shape[0] * self.tokens
+
+    @property
+    def distances(self) -> Tensor:
+        """The distance of each row to its sample's candidate, [n] int64; 0 for padding."""
+        return (self.candidates.index_select(0, self.samples) - self.places).clamp(min=0)
+
+    @property
+    def candidate_rows(self) -> Tensor:
+        """The row of each sample's candidate, [b] int64."""
+        return self.counts.cumsum(0) - self.counts + self.candidates
+
+    def real_rows(self, real: Tensor | None) -> Tensor:
+        """Return which rows are of tokens that are no padding, and of samples that are ``real``, [b] bool: [n] bool."""
+        is_token = self.places <= self.candidates.index_select(0, self.samples)
+        return is_token if real is None else is_token & real.index_select(0, self.samples)
+
+    def rows_of(self, padded: Tensor) -> Tensor:
+        """Return the rows [n, ...] of [b * T, ...], where row i * T + t is token t of sample i."""
+        return padded if self.is_padded else padded.index_select(0, self.samples * self.tokens + self.places)
+
+    def attend(self, projected: Tensor) -> Tensor:
+        """Return causal attention of each sample's tokens among themselves, [n, heads, d_head].
+
+        Args:
+            projected: [n, heads, 3, d_head], queries, keys and values.
+        """
+        attended = []
+        for block in self._pad(projected):
+            queries, keys, values = block.permute(3, 0, 2, 1, 4)
+            attended.append(attend(queries, keys, values).transpose(1, 2).flatten(0, 1))
+        return attended[0] if self.is_padded else torch.cat(attended).index_select(0, self._groups.slots)
+
+    def attend_from_candidates(self, projected: Tensor) -> Tensor:
+        """Return attention of each candidate to its history and itself, [b, heads, d_head].
+
+        Args:
+            projected: as of :meth:`attend`.
+        """
+        queries, keys, values = projected.unbind(2)
+        attended = []
+        for samples, own_keys, own_values in zip(self._groups.samples, self._pad(keys), self._pad(values), strict=True):
+            own = queries.index_select(0, self.candidate_rows.index_select(0, samples)).unsqueeze(2)
+            seen = torch.arange(own_keys.shape[1], device=keys.device) <= self.candidates.index_select(0, samples)[:, None]
+            attended.append(attend(own, own_keys.transpose(1, 2), own_values.transpose(1, 2), seen).squeeze(2))
+        return (
+            attended[0]
+            if len(attended) == 1
+            else torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
+        )
+
+    def _pad(self, x: Tensor) -> list[Tensor]:
+        """Return the rows [n, ...] of each group of samples, [samples, tokens of the longest, ...]."""
+        groups = self._groups
+        if not self.is_padded:
+            x = x.new_zeros(sum(groups.sizes), *x.shape[1:]).index_copy_(0, groups.slots, x)
+        parts = x.split(groups.sizes) if len(groups.sizes) > 1 else [x]
+        return [part.unflatten(0, (-1, longest)) for part, longest in zip(parts, groups.longest, strict=True)]
+
+    @cached_property
+    def _groups(self) -> _Groups:
+        order = torch.arange(self.counts.shape[0], device=self.counts.device)
+        if self.is_padded or order.device.type != "cpu":
+            return _Groups([order], [self.tokens], [order.shape[0] * self.tokens], self.samples * self.tokens + self.places)
+        samples = list(self.counts.argsort().chunk(_GROUPS_ON_CPU))
+        longest = [int(self.counts[group[-1]]) for group in samples]
+        sizes = [len(group) * most for group, most in zip(samples, longest, strict=True)]
+        starts = torch.empty_like(order)
+        for group, most, end in zip(samples, longest, itertools.accumulate(sizes), strict=True):
+            starts[group] = torch.arange(end - len(group) * most, end, most)
+        return _Groups(samples, longest, sizes, starts.index_select(0, self.samples) + self.places)
+
+
+class _Groups(NamedTuple):
+    """Samples that attention takes together, each padded to the longest of its group.
+
+    Attributes:
+        samples: of each group, [samples] int64.
+        longest: rows of the longest.
+        sizes: padded rows of each group.
+        slots: [n] int64, the padded row of each row; groups follow each other.
+    """
+
+    samples: list[Tensor]
+    longest: list[int]
+    sizes: list[int]
+    slots: Tensor
