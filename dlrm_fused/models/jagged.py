@@ -16,8 +16,9 @@ from dlrm_fused.models.tensor_parallel import gather_samples, group_size
 
 # Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
 _MOST_SAMPLES_TIMES_HEADS = 65_535
-# On the CPU, attention takes samples of like length together; more groups are slower again. A GPU's lengths are not known here.
-_GROUPS_ON_CPU = 4
+# Attention takes samples of like length together, in so many groups by the type of a device; more are slower again. Lengths on
+# a GPU are not known here, so there all samples are one group.
+_GROUPS = {"cpu": 4}
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -30,18 +31,16 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = 
         keys, values: [b, heads, T, d_head].
         seen: bool [b, T], the tokens that every query of a sample sees; None: query i sees the tokens up to i.
     """
-    if torch.compiler.is_exporting():  # a program is for any number of samples, on the CPU
-        return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=None if seen is None else seen[:, None, None], is_causal=seen is None
-        )
     most = max(1, _MOST_SAMPLES_TIMES_HEADS // queries.shape[1])
-    masks = itertools.repeat(None) if seen is None else seen[:, None, None].split(most)
-    parts = zip(queries.split(most), keys.split(most), values.split(most), masks, strict=False)
-    attended = [
-        F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, is_causal=mask is None)
-        for own, keys, values, mask in parts
-    ]
+    whole = [queries, keys, values] if seen is None else [queries, keys, values, seen[:, None, None]]
+    # A program of torch.export is for any number of samples, and for the CPU, which takes any.
+    parts = [whole] if torch.compiler.is_exporting() else zip(*(part.split(most) for part in whole), strict=True)
+    attended = [_attention(*part) for part in parts]
     return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=seen is None)
 
 
 @dataclass(frozen=True)
@@ -67,21 +66,19 @@ class JaggedBatch:
         counts = candidates + 1
         room = tokens - counts
         before = room.cumsum(0) - room
-        return JaggedBatch._of_counts(
-            candidates, counts + (rows - counts.sum() - before).clamp(min=0).minimum(room), tokens, rows
-        )
+        padding = (rows - counts.sum() - before).clamp(min=0).minimum(room)
+        return JaggedBatch._of_counts(candidates, counts + padding, tokens, rows)
 
     @staticmethod
     def _of_counts(candidates: Tensor, counts: Tensor, tokens: int, rows: int) -> JaggedBatch:
-        all_samples = torch.arange(counts.shape[0], device=counts.device)
-        if rows == counts.shape[0] * tokens:  # also in a program, which can repeat by numbers alone
-            samples, places = (
-                all_samples.repeat_interleave(tokens),
-                torch.arange(tokens, device=counts.device).repeat(counts.shape[0]),
-            )
+        # By shapes, not by len(): programs of torch.export are for any number of samples, each of T rows.
+        device, size = counts.device, counts.shape[0]
+        numbers = torch.arange(size, device=device)
+        if rows == size * tokens:
+            samples, places = numbers.repeat_interleave(tokens), torch.arange(tokens, device=device).repeat(size)
         else:
-            samples = all_samples.repeat_interleave(counts, output_size=rows)
-            places = torch.arange(rows, device=counts.device) - (counts.cumsum(0) - counts).index_select(0, samples)
+            samples = numbers.repeat_interleave(counts, output_size=rows)
+            places = torch.arange(rows, device=device) - (counts.cumsum(0) - counts).index_select(0, samples)
         return JaggedBatch(candidates, counts, tokens, samples, places)
 
     def gathered(self, group: ProcessGroup | None) -> JaggedBatch:
@@ -139,11 +136,9 @@ class JaggedBatch:
             own = queries.index_select(0, self.candidate_rows.index_select(0, samples)).unsqueeze(2)
             seen = torch.arange(own_keys.shape[1], device=keys.device) <= self.candidates.index_select(0, samples)[:, None]
             attended.append(attend(own, own_keys.transpose(1, 2), own_values.transpose(1, 2), seen).squeeze(2))
-        return (
-            attended[0]
-            if len(attended) == 1
-            else torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
-        )
+        if len(attended) == 1:
+            return attended[0]
+        return torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
 
     def _pad(self, x: Tensor) -> list[Tensor]:
         """Return the rows [n, ...] of each group of samples, [samples, tokens of the longest, ...]."""
@@ -155,13 +150,15 @@ class JaggedBatch:
 
     @cached_property
     def _groups(self) -> _Groups:
-        order = torch.arange(self.counts.shape[0], device=self.counts.device)
-        if self.is_padded or order.device.type != "cpu":
-            return _Groups([order], [self.tokens], [order.shape[0] * self.tokens], self.samples * self.tokens + self.places)
-        samples = list(self.counts.argsort().chunk(_GROUPS_ON_CPU))
+        numbers = torch.arange(self.counts.shape[0], device=self.counts.device)
+        groups = _GROUPS.get(numbers.device.type, 1)
+        if self.is_padded or groups == 1:
+            size = numbers.shape[0] * self.tokens
+            return _Groups([numbers], [self.tokens], [size], self.samples * self.tokens + self.places)
+        samples = list(self.counts.argsort().chunk(groups))
         longest = [int(self.counts[group[-1]]) for group in samples]
         sizes = [len(group) * most for group, most in zip(samples, longest, strict=True)]
-        starts = torch.empty_like(order)
+        starts = torch.empty_like(numbers)
         for group, most, end in zip(samples, longest, itertools.accumulate(sizes), strict=True):
             starts[group] = torch.arange(end - len(group) * most, end, most)
         return _Groups(samples, longest, sizes, starts.index_select(0, self.samples) + self.places)
