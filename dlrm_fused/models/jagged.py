@@ -124,18 +124,18 @@ class JaggedBatch:
             attended.append(attend(queries, keys, values).transpose(1, 2).flatten(0, 1))
         return attended[0] if self.is_padded else torch.cat(attended).index_select(0, self._groups.slots)
 
-    def attend_from_candidates(self, projected: Tensor) -> Tensor:
+    def attend_from_candidates(self, queries: Tensor, keys_and_values: Tensor) -> Tensor:
         """Return attention of each candidate to its history and itself, [b, heads, d_head].
 
         Args:
-            projected: as of :meth:`attend`.
+            queries: [b, heads, d_head], of the candidates.
+            keys_and_values: [n, heads, 2, d_head].
         """
-        queries, keys, values = projected.unbind(2)
         attended = []
-        for samples, own_keys, own_values in zip(self._groups.samples, self._pad(keys), self._pad(values), strict=True):
-            own = queries.index_select(0, self.candidate_rows.index_select(0, samples)).unsqueeze(2)
-            seen = torch.arange(own_keys.shape[1], device=keys.device) <= self.candidates.index_select(0, samples)[:, None]
-            attended.append(attend(own, own_keys.transpose(1, 2), own_values.transpose(1, 2), seen).squeeze(2))
+        for samples, block in zip(self._groups.samples, self._pad(keys_and_values), strict=True):
+            keys, values = block.permute(3, 0, 2, 1, 4)
+            seen = torch.arange(block.shape[1], device=block.device) <= self.candidates.index_select(0, samples)[:, None]
+            attended.append(attend(queries.index_select(0, samples).unsqueeze(2), keys, values, seen).squeeze(2))
         if len(attended) == 1:
             return attended[0]
         return torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())

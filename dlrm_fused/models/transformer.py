@@ -62,7 +62,7 @@ class Block(nn.Module):
         self, d_model: int, heads: int, d_ff: int, product: LayerProducts, experts: MixtureOfExperts | None = None
     ) -> None:
         super().__init__()
-        self._d_head = d_model // heads
+        self._d_head, self._product = d_model // heads, product
         self.attention_norm = nn.Parameter(torch.ones(d_model))
         self.qkv = ColumnParallelLinear(d_model, 3 * d_model, product)
         self.attention_out = RowParallelLinear(d_model, d_model, product)
@@ -76,6 +76,17 @@ class Block(nn.Module):
         """Map [..., d_model] to queries, keys and values of this rank's heads, [..., heads / ranks, 3, d_head]."""
         projected: Tensor = self.qkv(normed)
         return projected.unflatten(-1, (-1, 3, self._d_head))
+
+    def project_for(self, normed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Map [n, d_model] to queries of these rows, [m] int64, and to keys and values of all.
+
+        Returns:
+            [m, heads / ranks, d_head] and [n, heads / ranks, 2, d_head].
+        """
+        weight = self.qkv.weight.unflatten(0, (-1, 3, self._d_head))
+        queries = self._product.columns(normed.index_select(0, rows), weight[:, 0].flatten(0, 1))
+        keys_and_values = self._product.columns(normed, weight[:, 1:].flatten(0, 2))
+        return queries.unflatten(-1, (-1, self._d_head)), keys_and_values.unflatten(-1, (-1, 2, self._d_head))
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute the rest of the block from the attention's result.
@@ -173,7 +184,7 @@ class HistoryTransformer(nn.Module):
         for block, next_norm in full:
             x, normed = block.finish(everyones.attend(block.project(normed)), x, next_norm, real_rows)
         # Only the candidates' outputs of the last block are used.
-        attended = everyones.attend_from_candidates(last.project(normed))
+        attended = everyones.attend_from_candidates(*last.project_for(normed, candidates))
         _, encoded = last.finish(attended, x.index_select(0, candidates), final_norm, real)
         return self.product.leave(encoded)
 

@@ -144,12 +144,14 @@ class TestPaddingIsNotRead:
             torch.testing.assert_close(encoded, expected)
             torch.testing.assert_close(gradients(encoded, *inputs), expected_gradients)
 
-    def test_layers_multiply_rows_of_real_tokens(self) -> None:
+    def test_layers_multiply_rows_of_real_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, rows = transformer(), []
-        for layer in (model.input, *(block.qkv for block, _ in model.stages()), model.stages()[0][0].feed_forward_in):
-            layer.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+        linear = torch.nn.functional.linear
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *others: rows.append(len(x)) or linear(x, *others))
         encode(model, tokens())
-        assert rows == [int(LENGTHS.sum()) + len(LENGTHS)] * 4
+        of_all, of_candidates = int(LENGTHS.sum()) + len(LENGTHS), len(LENGTHS)
+        # The input, four products of the first block; of the second, queries, keys with values, and the other three.
+        assert rows == [of_all] * 5 + [of_candidates, of_all] + [of_candidates] * 3
 
     def test_a_gpu_is_asked_nothing_if_the_number_of_tokens_is_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tensors without memory have no values that could be asked for."""
