@@ -6,7 +6,7 @@ lookups, recomputation) does not count.
 
 Products count as the models here have them: DLRM's interaction takes all pairs of vectors in both orders, and attention has no
 discount for its causal mask. The Transformer's, and those of its experts, are for the longest history, ``history_length``:
-shorter ones are padded to it. Experts count for the ``top_k`` of each token.
+samples with shorter ones need fewer. Experts count for the ``top_k`` of each token.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class JaggedBatch:
         if self.is_padded or groups == 1:
             size = numbers.shape[0] * self.tokens
             return _Groups([numbers], [self.tokens], [size], self.samples * self.tokens + self.places)
-        samples = list(self.counts.argsort().chunk(groups))
+        samples = list(self.counts.argsort(stable=True).chunk(groups))
         longest = [int(self.counts[group[-1]]) for group in samples]
         sizes = [len(group) * most for group, most in zip(samples, longest, strict=True)]
         starts = torch.empty_like(numbers)
