@@ -160,7 +160,8 @@ def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, e
     assert set(quality) == set(model.labels)
     for label, of_label in quality.items():
         assert of_label["auc_difference"] == 0
-        assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6)
+        # A Transformer's program computes padding, its evaluation does not: of 375,000 pairs of samples, rounding may swap one.
+        assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=3e-6)
 
 
 @pytest.mark.parametrize("run", models(["dlrm"]), indirect=True)
