@@ -52,6 +52,8 @@ class Batch(Pipelineable):
         tokens, history_lengths: as in :class:`Samples`; padding has a history of length 0, and no ids for its candidate.
         sample_weights: [b] float32, what each sample counts in the loss and the metrics, 0 for padding; None where that is
             ``weights``.
+        token_count: the sum of ``history_lengths``, plus b: tokens without padding, known here without asking the device
+            for it later; None where nobody has counted.
     """
 
     dense: Tensor
@@ -62,6 +64,7 @@ class Batch(Pipelineable):
     tokens: KeyedJaggedTensor | None = None
     history_lengths: Tensor | None = None
     sample_weights: Tensor | None = None
+    token_count: int | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in self._tensors()})

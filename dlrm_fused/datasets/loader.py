@@ -196,6 +196,7 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
     if share < len(weights):
         weights[share:] = 0
     sample_weights = None if samples.weights is None else samples.weights * weights
+    histories = samples.history_lengths
     return Batch(
         samples.dense,
         samples.sparse,
@@ -203,8 +204,9 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
         weights,
         global_size,
         samples.tokens,
-        samples.history_lengths,
+        histories,
         sample_weights,
+        None if histories is None else int(histories.sum()) + len(histories),
     )
 
 

@@ -6,7 +6,7 @@ lookups, recomputation) does not count.
 
 Products count as the models here have them: DLRM's interaction takes all pairs of vectors in both orders, and attention has no
 discount for its causal mask. The Transformer's, and those of its experts, are for the longest history, ``history_length``:
-shorter ones are padded to it. Experts count for the ``top_k`` of each token.
+samples with shorter ones need fewer. Experts count for the ``top_k`` of each token.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _transformer(config: Config, schema: DatasetSchema) -> Iterator[Product]:
 def _block(config: Config, tokens: int, queries: int) -> Iterator[Product]:
     """Yield the products of one block of the Transformer whose result is needed for ``queries`` of the tokens."""
     width = config.model.d_model
-    yield from ((tokens, width, 3 * width), (queries, width, width))
+    yield from ((queries, width, 2 * width), (tokens, width, 2 * width))  # queries and output; keys and values
     yield from ((queries, width, tokens), (queries, tokens, width))  # attention, of all heads together
     for _ in range(queries):
         yield from _experts(config, width) if config.model.experts.count else _mlp(width, FEED_FORWARD_FACTOR * width, width)

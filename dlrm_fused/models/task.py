@@ -21,11 +21,11 @@ from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.multi_task import task_weights
 
 # Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
-# device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
-# (dense [b, features], sparse features of stride b) to logits [b, labels]. Its attribute `sparse_arch` is the part that looks
-# up embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with
-# layers of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts:
-# embeddings and what follows, which may be compiled, and on GPUs captured as a CUDA graph.
+# device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps (dense [b,
+# features], sparse features of stride b) to logits [b, labels]. Its attribute `sparse_arch` is the part that looks up
+# embeddings. A model whose attribute `reads_histories` is true is also called with tokens, history lengths and `token_count=`
+# of the batch, one with layers of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is
+# called in two parts: embeddings and what follows, which may be compiled, and on GPUs captured as a CUDA graph.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -136,7 +136,8 @@ class RankingTask(nn.Module):
             # As in forward, not by what the batch has.
             histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
             real = (batch.weights > 0,) if self.expert_layers else ()
-            logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real)
+            count = {"token_count": batch.token_count} if self._reads_histories else {}
+            logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real, **count)
         return logits
 
 

@@ -49,6 +49,15 @@ def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _both_ways(x, lambda x: _all_gather(x, group), lambda gradient: _own(gradient, group) * group.size())
 
 
+def most_of_ranks(count: int, group: ProcessGroup | None) -> int:
+    """Return the largest of the ranks' numbers. Collective between processes: nobody waits for a GPU."""
+    if group is None or group.size() == 1:
+        return count
+    most = torch.tensor(count)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    return int(most)
+
+
 def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return this rank's [b, ...] of [n * b, ...], equal on all ranks.
 

@@ -1,9 +1,10 @@
 """DLRM with a causal Transformer over the user's past interactions and the candidate item.
 
-A sample's tokens are its n past interactions, oldest first, the candidate, and padding: T = history_length + 1 in all. The
-vector that the Transformer gives for the candidate joins DLRM's other features. A token attends to itself and to those before
-it, so the candidate never sees padding, and the history is encoded without the candidate: positions are counted back from it.
-The history's encoding can therefore be kept and used for many candidates (:mod:`dlrm_fused.inference.online.scorer`).
+A sample's tokens are its n past interactions, oldest first, the candidate, and padding: T = history_length + 1 in all. Layers
+read the real ones alone, as rows of a jagged batch (:mod:`dlrm_fused.models.jagged`). The vector that the Transformer gives for
+the candidate joins DLRM's other features. A token attends to itself and to those before it, and the history is encoded without
+the candidate: positions are counted back from it. The history's encoding can therefore be kept and used for many candidates
+(:mod:`dlrm_fused.inference.online.scorer`).
 
 Sources: Chen et al., *Behavior Sequence Transformer for E-commerce Recommendation in Alibaba*, arXiv 1905.06874; Zhai et al.,
 *Actions Speak Louder than Words* (HSTU), arXiv 2402.17152; pre-norm blocks with RMSNorm: Zhang and Sennrich, arXiv 1910.07467.
@@ -13,7 +14,7 @@ Blocks whose feed-forward layer is a Mixture of Experts: Fedus et al., *Switch T
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.embedding_tables import InFeatureOrder, embedding_tables, pooled_columns
 from dlrm_fused.models.interaction import Interaction, dims_of
+from dlrm_fused.models.jagged import JaggedBatch
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.multi_task import top_widths
 from dlrm_fused.models.product_choice import FEED_FORWARD_FACTOR, choose_product
@@ -35,32 +37,13 @@ from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
     LayerProducts,
     RowParallelLinear,
-    gather_samples,
     group_size,
+    most_of_ranks,
     rms_norm,
 )
 
-# Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
-_MOST_SAMPLES_TIMES_HEADS = 65_535
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Return softmax attention of any number of samples.
-
-    torch 2.11 hands cuDNN, and its own kernels, batches that they cannot launch, and fails (pytorch/pytorch#142228, #180718).
-
-    Args:
-        queries: [b, heads, n, d_head].
-        keys, values: [b, heads, T, d_head].
-        seen: bool [b, T], the tokens that every query of a sample sees; None: query i sees the tokens up to i.
-    """
-    heads = queries.shape[1]
-    # A program of torch.export has no number of samples by which it could be split.
-    if torch.compiler.is_exporting() or len(queries) * heads <= _MOST_SAMPLES_TIMES_HEADS:
-        mask = None if seen is None else seen[:, None, None]
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
-    parts = [of.split(_MOST_SAMPLES_TIMES_HEADS // heads) for of in (queries, keys, values, seen) if of is not None]
-    return torch.cat([attend(*part) for part in zip(*parts, strict=True)])
+# The most numbers of rows that ranks which share layers may have.
+_NUMBERS_OF_ROWS = 16
 
 
 class Block(nn.Module):
@@ -79,7 +62,7 @@ class Block(nn.Module):
         self, d_model: int, heads: int, d_ff: int, product: LayerProducts, experts: MixtureOfExperts | None = None
     ) -> None:
         super().__init__()
-        self._d_head = d_model // heads
+        self._d_head, self._product = d_model // heads, product
         self.attention_norm = nn.Parameter(torch.ones(d_model))
         self.qkv = ColumnParallelLinear(d_model, 3 * d_model, product)
         self.attention_out = RowParallelLinear(d_model, d_model, product)
@@ -93,6 +76,17 @@ class Block(nn.Module):
         """Map [..., d_model] to queries, keys and values of this rank's heads, [..., heads / ranks, 3, d_head]."""
         projected: Tensor = self.qkv(normed)
         return projected.unflatten(-1, (-1, 3, self._d_head))
+
+    def project_for(self, normed: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Map [n, d_model] to queries of these rows, [m] int64, and to keys and values of all.
+
+        Returns:
+            [m, heads / ranks, d_head] and [n, heads / ranks, 2, d_head].
+        """
+        weight = self.qkv.weight.unflatten(0, (-1, 3, self._d_head))
+        queries = self._product.columns(normed.index_select(0, rows), weight[:, 0].flatten(0, 1))
+        keys_and_values = self._product.columns(normed, weight[:, 1:].flatten(0, 2))
+        return queries.unflatten(-1, (-1, self._d_head)), keys_and_values.unflatten(-1, (-1, 2, self._d_head))
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute the rest of the block from the attention's result.
@@ -124,6 +118,9 @@ class HistoryTransformer(nn.Module):
             and ``d_ff``.
         experts: of each block, in place of its feed-forward layer; then ``product`` is of one rank.
 
+    Attributes:
+        agree: returns the largest of the numbers that the ranks of a group call it with.
+
     Raises:
         UsageError: if a number does not divide another as it must, or numbers of layers differ.
     """
@@ -149,6 +146,7 @@ class HistoryTransformer(nn.Module):
                 "needed: one for each layer, on one rank"
             )
         self.d_model, self.heads, self.history_length, self.product = d_model, heads, history_length, product
+        self.agree: Callable[[int, dist.ProcessGroup | None], int] = most_of_ranks
         self.input = nn.Linear(token_width, d_model)
         self.positions = nn.Parameter(torch.randn(history_length + 1, d_model) * 0.02)
         of_blocks: Sequence[MixtureOfExperts | None] = experts or [None] * layers
@@ -160,39 +158,47 @@ class HistoryTransformer(nn.Module):
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         return list(zip(blocks, [*(block.attention_norm for block in blocks[1:]), self.final_norm], strict=True))
 
-    def forward(self, tokens: Tensor, history_lengths: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, history_lengths: Tensor, real: Tensor | None = None, token_count: int | None = None
+    ) -> Tensor:
         """Collective over the ranks of ``product``, which must have the same number of samples, or over those of the experts.
 
         Args:
             tokens: [b * T, W], the embeddings of each sample's tokens; row i * T + t is token t of sample i.
             history_lengths: [b], past interactions of each sample.
             real: [b] bool, false for samples that are padding, for a model with experts.
+            token_count: the sum of all ``history_lengths``, plus b; with b * T, padding is computed like real tokens. None
+                asks the device for it.
 
         Returns:
             [b, d_model], the normed encoding of each candidate.
         """
-        group = self.product.group
-        candidates = history_lengths.long()
-        places = torch.arange(self.history_length + 1, device=tokens.device)
-        distances = (candidates[:, None] - places).clamp(min=0)
-        x = self.input(tokens.to(self.input.weight.dtype)).view(*distances.shape, -1)  # embeddings may be in 16 bits
-        x = x + F.embedding(distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
-        x, candidates_of_x = self.product.enter(x), self.product.enter(candidates)
-        candidates = gather_samples(candidates, group)
-        seen = places <= candidates[:, None]
-        real_tokens = seen if real is None else seen & real[:, None]
+        own = self._jagged(history_lengths, token_count)
+        x = self.input(own.rows_of(tokens).to(self.input.weight.dtype))  # embeddings may be in 16 bits
+        x = x + F.embedding(own.distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
+        x, everyones = self.product.enter(x), own.gathered(self.product.group)
+        candidates = (own if self.product.shards else everyones).candidate_rows
         *full, (last, final_norm) = stages = self.stages()
+        real_rows = None if last.experts is None else own.real_rows(real)
         normed = rms_norm(x, stages[0][0].attention_norm)
         for block, next_norm in full:
-            queries, keys, values = block.project(normed).permute(3, 0, 2, 1, 4)
-            attended = attend(queries, keys, values)
-            x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
+            x, normed = block.finish(everyones.attend(block.project(normed)), x, next_norm, real_rows)
         # Only the candidates' outputs of the last block are used.
-        queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
-        samples, samples_of_x = (torch.arange(of.shape[0], device=tokens.device) for of in (candidates, x))
-        attended = attend(queries[samples, :, candidates].unsqueeze(2), keys, values, seen)
-        _, encoded = last.finish(attended.squeeze(2), x[samples_of_x, candidates_of_x], final_norm, real)
+        attended = everyones.attend_from_candidates(*last.project_for(normed, candidates))
+        _, encoded = last.finish(attended, x.index_select(0, candidates), final_norm, real)
         return self.product.leave(encoded)
+
+    def _jagged(self, history_lengths: Tensor, token_count: int | None) -> JaggedBatch:
+        """Return where this rank's tokens are, as many rows on each rank that it shares layers with. Collective."""
+        if token_count is None:
+            token_count = int(history_lengths.sum()) + len(history_lengths)
+        experts, tokens = self.stages()[0][0].experts, self.history_length + 1
+        group, most = self.product.group if experts is None else experts.computation.group, history_lengths.shape[0] * tokens
+        if group_size(group) > 1:
+            # Operators choose, and some measure, how to run for each number of rows: there are few of them.
+            step = -(-most // _NUMBERS_OF_ROWS) or 1
+            token_count = min(-(-self.agree(token_count, group) // step) * step, most)
+        return JaggedBatch.of(history_lengths.long(), tokens, token_count)
 
 
 def _check_shape(d_model: int, heads: int, layers: int, d_ff: int, history_length: int, ranks: int) -> None:
@@ -279,6 +285,7 @@ class TransformerDLRM(nn.Module):
         tokens: KeyedJaggedTensor,
         history_lengths: Tensor,
         real: Tensor | None = None,
+        token_count: int | None = None,
     ) -> Tensor:
         """Collective over the ranks of the Transformer, which must have the same number of samples b.
 
@@ -287,12 +294,13 @@ class TransformerDLRM(nn.Module):
             tokens: the token features, of stride b * T; bag i * T + t is token t of sample i.
             history_lengths: [b], past interactions of each sample.
             real: [b] bool, false for samples that are padding, for a model with experts.
+            token_count: as :meth:`HistoryTransformer.forward` has it.
 
         Returns:
             logits, [b, labels].
         """
         pooled, token_vectors = self.sparse_arch(sparse, tokens)
-        encoded = self.transformer(token_vectors, history_lengths, real)
+        encoded = self.transformer(token_vectors, history_lengths, real, token_count)
         return self.over_arch(self.dense_arch(dense), pooled, encoded)
 
 

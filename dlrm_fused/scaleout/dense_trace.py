@@ -29,6 +29,7 @@ from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.tensor_parallel import group_size
+from dlrm_fused.models.transformer import TransformerDLRM
 from dlrm_fused.ops.common.all_to_all import all_to_all
 from dlrm_fused.ops.moe.activations import Activation
 
@@ -121,6 +122,8 @@ def trace(
     """
     for layer in task.expert_layers:
         spread_evenly(layer)
+    if isinstance(task.model, TransformerDLRM):
+        task.model.transformer.agree = lambda rows, _: rows
     parameters = [parameter for layer in task.dense_layers() for parameter in layer.parameters()]
     module = _graph(task, schema, embedding, samples, pooled, parameters)
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and _name(node) not in _MOVE_NOTHING]
@@ -218,7 +221,8 @@ def _graph(
     ids = KeyedJaggedTensor.empty()
 
     def step(dense: Tensor, labels: Tensor, weights: Tensor, lengths: Tensor, *embeddings: Tensor) -> list[Tensor | None]:
-        batch = Batch(dense, ids, labels, weights, samples, ids, lengths, sample_weights=weights)
+        count = samples * (schema.history_length + 1)  # the longest histories, as flops.py has them
+        batch = Batch(dense, ids, labels, weights, samples, ids, lengths, sample_weights=weights, token_count=count)
         with _embeddings_given(task, *embeddings), _NormsInOneKernel():
             loss, _ = task(batch)
         return [loss, *torch.autograd.grad(loss, [*embeddings, *parameters], allow_unused=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrm_fused.models.transformer import attend
+from dlrm_fused.models.jagged import attend
 
 pytestmark = pytest.mark.gpu(1)
 

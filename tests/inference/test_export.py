@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars
 import pyarrow as pa
 import pytest
 import safetensors.numpy
@@ -137,7 +138,23 @@ def test_predictions_are_those_of_eval(run: Path, exported: Exported) -> None:
     np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
     assert_has_tables_of(exported.folder, "fp32")
     assert exported.quality.auc_difference == 0
-    assert exported.quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6)
+    bound = largest_auc_difference(run, model.predict(rows), expected)
+    assert exported.quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6 + bound)
+
+
+def largest_auc_difference(run: Path, ours: NDArray[np.float32], evals: NDArray[np.float32], label: int = 0) -> float:
+    """The part of all pairs of a positive and a negative that rounding may swap; 0 where predictions have the same bits.
+
+    A Transformer's program computes padding, its evaluation does not.
+    """
+    columns = polars.read_parquet(run / "predictions.parquet")
+    is_positive = columns[[name for name in columns.columns if name.startswith("label")][label]].to_numpy() > 0
+    positives, negatives = evals[is_positive].astype(float), np.sort(evals[~is_positive].astype(float))
+    margin = 2 * float(np.abs(ours.astype(float) - evals).max())
+    if margin == 0:
+        return 0.0
+    near = np.searchsorted(negatives, positives + margin, "right") - np.searchsorted(negatives, positives - margin, "left")
+    return float(near.sum()) / (len(positives) * len(negatives))
 
 
 @pytest.mark.parametrize("run", models(["dlrm", "transformer_of_unequal_tables"]), indirect=True)
@@ -160,7 +177,9 @@ def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, e
     assert set(quality) == set(model.labels)
     for label, of_label in quality.items():
         assert of_label["auc_difference"] == 0
-        assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6)
+        own = model.labels.index(label)
+        bound = largest_auc_difference(of_two_labels, model.predict(rows)[:, own], expected[:, own], own)
+        assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6 + bound)
 
 
 @pytest.mark.parametrize("run", models(["dlrm"]), indirect=True)

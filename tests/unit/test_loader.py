@@ -214,6 +214,7 @@ def test_tokens_are_those_of_the_samples_and_padding_has_none(world_size: int) -
         samples = int(batch.weights.sum())
         assert batch.tokens.stride() == batch.labels.numel() * 5
         assert batch.history_lengths[samples:].tolist() == [0] * (batch.labels.numel() - samples)
+        assert batch.token_count == int(batch.history_lengths.sum()) + batch.labels.numel()
         for key in batch.tokens.keys():  # noqa: SIM118 (not a dictionary)
             assert batch.tokens[key].lengths()[samples * 5 :].sum() == 0
         bags += [bag.tolist() for bag in batch.tokens["token_item"].to_dense()][: samples * 5]

@@ -75,7 +75,8 @@ class _Probabilities(nn.Module):
     def _logits(self, dense: Tensor, pooled: Tensor, *histories: Tensor) -> Tensor:
         model: Any = self.model
         if isinstance(model, TransformerDLRM):
-            encoded = model.transformer(*histories)
+            # A program's shapes do not depend on histories: padding is computed like real tokens.
+            encoded = model.transformer(*histories, token_count=histories[0].shape[0])
             return model.over_arch(model.dense_arch(dense), pooled, encoded)
         has_experts = any(isinstance(layer, MixtureOfExperts) for layer in model.modules())
         return model.logits_of(dense, pooled, *([None] if has_experts else []))

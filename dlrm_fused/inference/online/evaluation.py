@@ -73,6 +73,7 @@ class RequestSamples:
             tokens=_select(self._tokens, torch.arange(count * self._tokens_of_sample)),
             history_lengths=self._history_lengths[:count],
             sample_weights=torch.ones(count),
+            token_count=int(self._history_lengths[:count].sum()) + count,
         )
 
 

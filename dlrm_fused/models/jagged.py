@@ -1,0 +1,177 @@
+"""Jagged batches of tokens: rows of the samples' tokens one after the other, without padding, and attention over them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from dlrm_fused.models.tensor_parallel import gather_samples, group_size
+
+# Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
+_MOST_SAMPLES_TIMES_HEADS = 65_535
+# Attention takes samples of like length together, in so many groups by the type of a device; more are slower again. Lengths on
+# a GPU are not known here, so there all samples are one group.
+_GROUPS = {"cpu": 4}
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Return softmax attention of any number of samples.
+
+    torch 2.11 hands cuDNN, and its own kernels, batches that they cannot launch, and fails (pytorch/pytorch#142228, #180718).
+
+    Args:
+        queries: [b, heads, n, d_head].
+        keys, values: [b, heads, T, d_head].
+        seen: bool [b, T], the tokens that every query of a sample sees; None: query i sees the tokens up to i.
+    """
+    heads = queries.shape[1]
+    # A program of torch.export has no number of samples by which it could be split.
+    if torch.compiler.is_exporting() or len(queries) * heads <= _MOST_SAMPLES_TIMES_HEADS:
+        mask = None if seen is None else seen[:, None, None]
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    parts = [of.split(_MOST_SAMPLES_TIMES_HEADS // heads) for of in (queries, keys, values, seen) if of is not None]
+    return torch.cat([attend(*part) for part in zip(*parts, strict=True)])
+
+
+@dataclass(frozen=True)
+class JaggedBatch:
+    """The n rows of b samples: of each its history, its candidate, and maybe padding, so that n is what it must be.
+
+    Attributes:
+        candidates: [b] int64, the place of each sample's candidate among its tokens.
+        counts: [b] int64, rows of each sample, above ``candidates``.
+        tokens: T, of a sample with its padding.
+        samples, places: [n] int64, the sample of each row, and its place among that sample's tokens.
+    """
+
+    candidates: Tensor
+    counts: Tensor
+    tokens: int
+    samples: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(candidates: Tensor, tokens: int, rows: int) -> JaggedBatch:
+        """Return a batch of so many rows: of all real tokens, and as much of the first samples' padding as makes them."""
+        counts = candidates + 1
+        room = tokens - counts
+        before = room.cumsum(0) - room
+        padding = (rows - counts.sum() - before).clamp(min=0).minimum(room)
+        return JaggedBatch._of_counts(candidates, counts + padding, tokens, rows)
+
+    @staticmethod
+    def _of_counts(candidates: Tensor, counts: Tensor, tokens: int, rows: int) -> JaggedBatch:
+        # By shapes, not by len(): programs of torch.export are for any number of samples, each of T rows.
+        device, size = counts.device, counts.shape[0]
+        numbers = torch.arange(size, device=device)
+        if rows == size * tokens:
+            samples, places = numbers.repeat_interleave(tokens), torch.arange(tokens, device=device).repeat(size)
+        else:
+            samples = numbers.repeat_interleave(counts, output_size=rows)
+            places = torch.arange(rows, device=device) - (counts.cumsum(0) - counts).index_select(0, samples)
+        return JaggedBatch(candidates, counts, tokens, samples, places)
+
+    def gathered(self, group: ProcessGroup | None) -> JaggedBatch:
+        """Return the batch of all ranks' rows, rank after rank, of each as many. Collective."""
+        if group_size(group) == 1:
+            return self
+        candidates, counts = gather_samples(torch.stack((self.candidates, self.counts), dim=1), group).unbind(1)
+        return self._of_counts(candidates, counts, self.tokens, group_size(group) * self.samples.shape[0])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether each sample has T rows."""
+        return self.samples.shape[0] == self.counts.shape[0] * self.tokens
+
+    @property
+    def distances(self) -> Tensor:
+        """The distance of each row to its sample's candidate, [n] int64; 0 for padding."""
+        return (self.candidates.index_select(0, self.samples) - self.places).clamp(min=0)
+
+    @property
+    def candidate_rows(self) -> Tensor:
+        """The row of each sample's candidate, [b] int64."""
+        return self.counts.cumsum(0) - self.counts + self.candidates
+
+    def real_rows(self, real: Tensor | None) -> Tensor:
+        """Return which rows are of tokens that are no padding, and of samples that are ``real``, [b] bool: [n] bool."""
+        is_token = self.places <= self.candidates.index_select(0, self.samples)
+        return is_token if real is None else is_token & real.index_select(0, self.samples)
+
+    def rows_of(self, padded: Tensor) -> Tensor:
+        """Return the rows [n, ...] of [b * T, ...], where row i * T + t is token t of sample i."""
+        return padded if self.is_padded else padded.index_select(0, self.samples * self.tokens + self.places)
+
+    def attend(self, projected: Tensor) -> Tensor:
+        """Return causal attention of each sample's tokens among themselves, [n, heads, d_head].
+
+        Args:
+            projected: [n, heads, 3, d_head], queries, keys and values.
+        """
+        attended = []
+        for block in self._pad(projected):
+            queries, keys, values = block.permute(3, 0, 2, 1, 4)
+            attended.append(attend(queries, keys, values).transpose(1, 2).flatten(0, 1))
+        return attended[0] if self.is_padded else torch.cat(attended).index_select(0, self._groups.slots)
+
+    def attend_from_candidates(self, queries: Tensor, keys_and_values: Tensor) -> Tensor:
+        """Return attention of each candidate to its history and itself, [b, heads, d_head].
+
+        Args:
+            queries: [b, heads, d_head], of the candidates.
+            keys_and_values: [n, heads, 2, d_head].
+        """
+        attended = []
+        for samples, block in zip(self._groups.samples, self._pad(keys_and_values), strict=True):
+            keys, values = block.permute(3, 0, 2, 1, 4)
+            seen = torch.arange(block.shape[1], device=block.device) <= self.candidates.index_select(0, samples)[:, None]
+            attended.append(attend(queries.index_select(0, samples).unsqueeze(2), keys, values, seen).squeeze(2))
+        if len(attended) == 1:
+            return attended[0]
+        return torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
+
+    def _pad(self, x: Tensor) -> list[Tensor]:
+        """Return the rows [n, ...] of each group of samples, [samples, tokens of the longest, ...]."""
+        groups = self._groups
+        if not self.is_padded:
+            x = x.new_zeros(sum(groups.sizes), *x.shape[1:]).index_copy_(0, groups.slots, x)
+        parts = x.split(groups.sizes) if len(groups.sizes) > 1 else [x]
+        return [part.unflatten(0, (-1, longest)) for part, longest in zip(parts, groups.longest, strict=True)]
+
+    @cached_property
+    def _groups(self) -> _Groups:
+        numbers = torch.arange(self.counts.shape[0], device=self.counts.device)
+        groups = _GROUPS.get(numbers.device.type, 1)
+        if self.is_padded or groups == 1:
+            size = numbers.shape[0] * self.tokens
+            return _Groups([numbers], [self.tokens], [size], self.samples * self.tokens + self.places)
+        samples = list(self.counts.argsort(stable=True).chunk(groups))
+        longest = [int(self.counts[group[-1]]) for group in samples]
+        sizes = [len(group) * most for group, most in zip(samples, longest, strict=True)]
+        starts = torch.empty_like(numbers)
+        for group, most, end in zip(samples, longest, itertools.accumulate(sizes), strict=True):
+            starts[group] = torch.arange(end - len(group) * most, end, most)
+        return _Groups(samples, longest, sizes, starts.index_select(0, self.samples) + self.places)
+
+
+class _Groups(NamedTuple):
+    """Samples that attention takes together, each padded to the longest of its group.
+
+    Attributes:
+        samples: of each group, [samples] int64.
+        longest: rows of the longest.
+        sizes: padded rows of each group.
+        slots: [n] int64, the padded row of each row; groups follow each other.
+    """
+
+    samples: list[Tensor]
+    longest: list[int]
+    sizes: list[int]
+    slots: Tensor
