@@ -38,7 +38,7 @@ from dlrm_fused.sharding.module_support import tables_of_sequences
 from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import on_hosts, run_program, run_ranks
-from tests.distributed.test_drop_in import state_of
+from tests.distributed.test_drop_in import group_of, state_of
 from tests.distributed.test_fused_sharder import CPU, RowWiseToo, fill_tables
 
 TABLE_WISE, ROW_WISE, COLUMN_WISE, REPLICATED = "table_wise", "row_wise", "column_wise", "data_parallel"
@@ -78,6 +78,11 @@ class Case:
     weights: DataType = DataType.FP32
     dedup: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    device_type: str = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        return CPU if self.device_type == "cpu" else torch.device(self.device_type, int(os.environ["LOCAL_RANK"]))
 
     @property
     def ranks(self) -> int:
@@ -148,7 +153,7 @@ class Reader(nn.Module):
     def forward(self, batch: KeyedJaggedTensor) -> tuple[Tensor, dict[str, Any]]:
         """The loss, and all that a user may read."""
         observed: dict[str, Any] = {}
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=batch.values().device)
         for m, collection in enumerate(self.collections):
             output: dict[str, JaggedTensor] = collection(batch).wait()
             observed[f"{m}.keys"] = list(output)
@@ -178,12 +183,14 @@ def shard(case: Case, sharder: EmbeddingCollectionSharder) -> DistributedModelPa
             cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),  # type: ignore[arg-type]
             local_size=case.ranks,
             world_size=case.ranks,
-            device_type="cpu",
+            device_type=case.device_type,
         )
         for m, tables in enumerate(case.modules)
     }
     sharders = [cast(ModuleSharder[nn.Module], sharder)]
-    sharded = DistributedModelParallel(model, device=CPU, plan=ShardingPlan(plan), sharders=sharders, init_parameters=False)
+    sharded = DistributedModelParallel(
+        model, device=case.device, plan=ShardingPlan(plan), sharders=sharders, init_parameters=False
+    )
     fill_tables(sharded)
     return sharded
 
@@ -208,10 +215,10 @@ def run(case: Case, model: DistributedModelParallel) -> dict[str, Any]:
     observed: dict[str, Any] = {}
     for number in range(len(case.most_ids)):
         if number % 3 == 1:  # between two training batches
-            with torch.no_grad():
-                _, read = model(batch_of(case, number))
+            with torch.no_grad() if case.device_type == "cpu" else torch.inference_mode():
+                _, read = model(batch_of(case, number).to(case.device))
             observed |= {f"{number} without gradients: {name}": value for name, value in read.items()}
-        loss, read = model(batch_of(case, number))
+        loss, read = model(batch_of(case, number).to(case.device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -231,13 +238,13 @@ class TorchRecs(EmbeddingCollectionSharder):
 def differences(cases: dict[int, Case]) -> dict[int, list[str]]:
     """By case, what differs between our sharder and TorchRec's on this rank."""
     found = {}
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(next(iter(cases.values()))):
         for name, case in cases.items():
             params = {"optimizer": case.optimizer, "learning_rate": 0.25, "eps": 1e-8, "output_dtype": case.output}
             model = shard(case, FusedEmbeddingCollectionSharder(params, use_index_dedup=case.dedup, **case.options))
             ours = run(case, model)
             theirs = run(case, shard(case, TorchRecs(params, use_index_dedup=case.dedup)))
-            found[name] = [*_wrong_paths(case, model), *_different(ours, theirs)]
+            found[name] = [*_wrong_paths(case, model), *_different(ours, theirs, 0.0 if case.device_type == "cpu" else 1e-5)]
     return found
 
 
@@ -250,14 +257,15 @@ def _wrong_paths(case: Case, model: DistributedModelParallel) -> list[str]:
     ]
 
 
-def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def _different(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> list[str]:
+    """The names of what has other bits, or, where sums have another order, other values."""
     if list(ours) != list(theirs):
         return ["keys"]
 
     def is_equal(our: Any, their: Any) -> bool:
         if not isinstance(their, Tensor):
             return bool(our == their)
-        return our.dtype == their.dtype and torch.equal(our, their)
+        return our.dtype == their.dtype and torch.allclose(our, their, rtol=tolerance, atol=tolerance)
 
     return [name for name in theirs if not is_equal(ours[name], theirs[name])]
 
