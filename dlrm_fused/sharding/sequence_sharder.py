@@ -167,6 +167,8 @@ class FusedSequenceDist(nn.Module):
     def __init__(self, workspace: SequenceWorkspace, process_group: dist.ProcessGroup) -> None:
         super().__init__()
         self._workspace, self._process_group = workspace, process_group
+        # On a GPU the host waits for the counts, but not for what the model computes meanwhile.
+        self._stream = torch.cuda.Stream(workspace.device) if workspace.device.type == "cuda" else None
 
     def forward(self, rows: Tensor, context: SequenceShardingContext) -> Awaitable[Tensor]:
         """Deliver rows to the ranks that asked for them, and return those that this one asked for. Collective.
@@ -176,8 +178,7 @@ class FusedSequenceDist(nn.Module):
             context: of the batch, after its input dist.
 
         Returns:
-            [ids that this rank asked for, columns], in their order before the input dist, but for row-wise tables' that of its
-            buckets is undone.
+            [ids that this rank asked for, columns], in the order that they had here before the input dist.
         """
         workspace = self._workspace
         if workspace.world_size > 1:
@@ -189,10 +190,11 @@ class FusedSequenceDist(nn.Module):
     def _counts(self, context: SequenceShardingContext) -> list[list[int]]:
         """Return how many ids each rank asks each other one for. Collective."""
         ranks = self._workspace.world_size
-        own = torch.tensor(context.input_splits, device=self._workspace.device)
-        of_ranks = own.new_empty(ranks * ranks)
-        dist.all_gather_into_tensor(of_ranks, own, self._process_group)
-        return cast(list[list[int]], of_ranks.view(ranks, ranks).tolist())
+        with torch.cuda.stream(self._stream):
+            own = torch.tensor(context.input_splits, device=self._workspace.device)
+            of_ranks = own.new_empty(ranks * ranks)
+            dist.all_gather_into_tensor(of_ranks, own, self._process_group)
+            return cast(list[list[int]], of_ranks.view(ranks, ranks).tolist())
 
 
 def _columns(sharding: Any) -> int:

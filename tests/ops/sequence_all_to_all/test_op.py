@@ -157,6 +157,23 @@ def test_rows_and_gradients_travel_in_the_dtypes_of_the_wire() -> None:
     assert run_ranks(2, rounded_by_the_wire) == [True, True]
 
 
+def inference_before_training() -> bool:
+    with cpu_group() as group:
+        workspace = new_workspace(group)
+        small, large = Call.draw(group.world_size, 5), Call.draw(group.world_size, 9)  # the memory grows in between
+        with torch.inference_mode():
+            first = sequence_all_to_all(workspace, small.rows[group.rank], small.orders[group.rank], small.counts)
+        rows = large.rows[group.rank].requires_grad_()
+        result = sequence_all_to_all(workspace, rows, large.orders[group.rank], large.counts)
+        result.backward(large.gradients[group.rank])
+        assert rows.grad is not None
+        return torch.equal(first, torch.cat(small.pieces(group.rank))) and torch.equal(rows.grad, large.gradient_of(group.rank))
+
+
+def test_a_call_under_inference_mode_may_be_the_first() -> None:
+    assert run_ranks(2, inference_before_training) == [True, True]
+
+
 def opcheck() -> None:
     with cpu_group() as group:
         workspace = new_workspace(group)
