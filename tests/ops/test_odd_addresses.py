@@ -13,6 +13,7 @@ from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, sequence_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import cpu_group, run_ranks
 
@@ -59,6 +60,16 @@ def experts(group: SymmetricGroup) -> tuple[Callable[..., Any], list[Tensor]]:
     return run, [drawn(8, 16), drawn(2, 32, 16), drawn(2, 16, 32)]
 
 
+def sequences(group: SymmetricGroup) -> tuple[Callable[..., Any], list[Tensor]]:
+    workspace = SequenceWorkspace(group, 16, name="sequences", output_dtype=HALF, forward_wire=HALF, backward_wire=HALF)
+    counts, order = [[3, 5]] * RANKS, torch.arange(6 if group.rank == 0 else 10)
+
+    def run(*rows: Tensor) -> Tensor:
+        return torch.stack([sequence_all_to_all(workspace, own, order, counts) for own in rows]).sum(dim=0)
+
+    return run, [drawn(len(order), 16), drawn(len(order), 16)]
+
+
 OPERATORS: dict[str, Callable[[SymmetricGroup], tuple[Callable[..., Any], list[Tensor]]]] = {
     "gemv_all_reduce": lambda group: sums(group, few=True),
     "gemv_all_reduce of many rows": lambda group: sums(group, few=False),
@@ -66,6 +77,7 @@ OPERATORS: dict[str, Callable[[SymmetricGroup], tuple[Callable[..., Any], list[T
     "all_gather_gemm": gathers,
     "gemm_reduce_scatter": scatters,
     "expert_layer": experts,
+    "sequence_all_to_all": sequences,
 }
 
 

@@ -17,6 +17,7 @@ from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 from dlrm_fused.symmetric import BlockPool, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.launches import aligned
 
 
 def sequence_all_to_all(
@@ -121,7 +122,7 @@ def _targets(workspace: SequenceWorkspace, items: ItemsByRank) -> Tensor:
 
 
 def _on_wire(rows: Tensor, wire: torch.dtype) -> Tensor:
-    return rows if rows.dtype == wire else within_range(rows, wire).to(wire)
+    return aligned(rows) if rows.dtype == wire else within_range(rows, wire).to(wire)
 
 
 def _open(workspace: SequenceWorkspace, counts: Counts, rows: int, wire: torch.dtype) -> tuple[BlockPool, Tensor]:
