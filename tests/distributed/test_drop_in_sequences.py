@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
@@ -307,23 +308,26 @@ def test_gradients_are_divided_as_torchrec_is_told_to() -> None:
     assert run_ranks(2, without_gradient_division, OF_MIXED) == [[], []]
 
 
-def move(case: Case, from_fused: bool) -> list[str]:
-    """Differences between a course whose second half has another sharder, and one with TorchRec's alone."""
+def move(case: Case, from_fused: bool, folder: Path) -> list[str]:
+    """Differences between a course whose second half has another sharder, from a checkpoint, and one with TorchRec's alone."""
     params = {"optimizer": case.optimizer, "learning_rate": 0.25}
     with process_group(Rank.from_environment(), CPU):
         sharders = [FusedEmbeddingCollectionSharder(params), EmbeddingCollectionSharder(params)]
         first, second = (shard(case, sharder) for sharder in (sharders if from_fused else sharders[::-1]))
         run(case, first)
-        second.load_state_dict(first.state_dict())
-        second.fused_optimizer.load_state_dict(first.fused_optimizer.state_dict())
+        dcp.save({"model": first.state_dict(), "optimizer": first.fused_optimizer.state_dict()}, checkpoint_id=folder)
+        states = {"model": second.state_dict(), "optimizer": second.fused_optimizer.state_dict()}
+        dcp.load(states, checkpoint_id=folder)
+        second.load_state_dict(states["model"])
+        second.fused_optimizer.load_state_dict(states["optimizer"])
         stays = shard(case, EmbeddingCollectionSharder(params))
         run(case, stays)
         return _different(run(case, second), run(case, stays))
 
 
 @pytest.mark.parametrize("from_fused", [True, False])
-def test_a_checkpoint_goes_on_under_the_other_sharder(from_fused: bool) -> None:
-    assert run_ranks(2, move, OF_MIXED, from_fused) == [[], []]
+def test_a_checkpoint_goes_on_under_the_other_sharder(from_fused: bool, tmp_path: Path) -> None:
+    assert run_ranks(2, move, OF_MIXED, from_fused, tmp_path) == [[], []]
 
 
 class BagsAndSequences(nn.Module):
