@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dlrm_fused.ops.moe.op import expert_layer as expert_layer
     from dlrm_fused.ops.moe.workspace import ExpertWorkspace as ExpertWorkspace
     from dlrm_fused.ops.moe.workspace import expert_memory as expert_memory
+    from dlrm_fused.ops.sequence_all_to_all.lookup import sequence_lookup_all_to_all as sequence_lookup_all_to_all
     from dlrm_fused.ops.sequence_all_to_all.op import sequence_all_to_all as sequence_all_to_all
     from dlrm_fused.ops.sequence_all_to_all.workspace import SequenceWorkspace as SequenceWorkspace
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
@@ -70,6 +71,7 @@ _OFFERS = (
     ("ops.moe.op", "expert_layer"),
     ("ops.moe.workspace", "ExpertWorkspace", "expert_memory"),
     ("ops.sequence_all_to_all.op", "sequence_all_to_all"),
+    ("ops.sequence_all_to_all.lookup", "sequence_lookup_all_to_all"),
     ("ops.sequence_all_to_all.workspace", "SequenceWorkspace"),
     # Online scoring.
     ("inference.online.model", "OnlineModel"),

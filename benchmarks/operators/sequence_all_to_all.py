@@ -4,7 +4,8 @@ The contestants of a cell read and update the same tables, from ids that are wit
 
 * baseline: FBGEMM's table-batched embedding (TBE), then TorchRec's output dist of an EmbeddingCollection, with the fastest of
   the settings that a user has;
-* fused: the same TBE, then the output dist of ``FusedEmbeddingCollectionSharder``, which tells the ranks their counts, too;
+* copy: the same TBE, then the output dist of ``FusedEmbeddingCollectionSharder``, which tells the ranks their counts, too;
+* fused: that output dist with the lookup in its kernel; without GPUs and TRITON_INTERPRET=1, the same as copy;
 * lookup: the TBE alone.
 
 ``pooling`` of a cell is the number of ids of a sample in each table.
@@ -24,6 +25,7 @@ from torch import Tensor
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.common.harness import Work, World
 from benchmarks.operators import stress
@@ -31,7 +33,9 @@ from benchmarks.operators.case import TIMEOUT_SECONDS, Operator
 from benchmarks.operators.embedding_all_to_all import LOOKUPS, SEED, BaselineSettings, EmbeddingCase, Forward
 from benchmarks.operators.embedding_lookups import DISTRIBUTIONS, Cell, Lookup
 from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
+from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
 from dlrm_fused.sharding.sequence_sharder import FusedSequenceDist
+from dlrm_fused.symmetric.device import uses_kernels
 
 # Ids of a sample in each table, and samples of all ranks.
 SIZES = ((8, 8192), (100, 2048), (512, 512), (2048, 128))
@@ -42,7 +46,7 @@ TABLES = 2
 class SequenceCase(EmbeddingCase):
     """A cell on this rank."""
 
-    rivals = ("baseline", "lookup")
+    rivals = ("baseline", "copy", "lookup")
     pooling = PoolingMode.NONE
     can_be_captured = False
 
@@ -82,20 +86,30 @@ class SequenceCase(EmbeddingCase):
             rows: Tensor = tbe(lookup.indices, lookup.offsets)
             return rows
 
-        workspace = SequenceWorkspace(
-            self.world.symmetric, self.cell.dim, name="benchmark: sequences", timeout_seconds=TIMEOUT_SECONDS
-        )
-        dists = {
-            "fused": FusedSequenceDist(workspace, group),
-            "baseline": RwSequenceEmbeddingDist(group, self.cell.tables, device)
-            if self.cell.row_wise
-            else TwSequenceEmbeddingDist(group, [self.cell.tables] * self.world.size, device),
-        }
+        def workspace(name: str) -> SequenceWorkspace:
+            named = f"benchmark: {name}"
+            return SequenceWorkspace(self.world.symmetric, self.cell.dim, name=named, timeout_seconds=TIMEOUT_SECONDS)
+
+        dists: dict[str, Any] = {"fused": FusedSequenceDist(workspace("copy"), group)}
+        # A machine without kernels has one way only.
+        if uses_kernels(device):
+            dists["copy"] = dists["fused"]
+            dists["fused"] = FusedSequenceDist(workspace("fused"), group, FbgemmTables([tbe], checks_bounds=False))
+        if self.cell.row_wise:
+            dists["baseline"] = RwSequenceEmbeddingDist(group, self.cell.tables, device)
+        else:
+            dists["baseline"] = TwSequenceEmbeddingDist(group, [self.cell.tables] * self.world.size, device)
+        by_kernels = dists["fused"].look_up if "copy" in dists else None
+        keys = [str(table) for table in range(self.cell.tables)]
 
         def delivered(by: str) -> Forward:
             def forward(lookup: Lookup) -> Tensor:
-                rows: Tensor = dists[by](library(lookup), self.contexts[lookup.indices.data_ptr()]).wait()
-                return rows
+                if by == "fused" and by_kernels is not None:
+                    rows = by_kernels(KeyedJaggedTensor(keys, lookup.indices, offsets=lookup.offsets))
+                else:
+                    rows = library(lookup)
+                found: Tensor = dists[by](rows, self.contexts[lookup.indices.data_ptr()]).wait()
+                return found
 
             return forward
 
@@ -114,6 +128,7 @@ class SequenceCase(EmbeddingCase):
     def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
         return {
             "ratio_to_defaults": us["fused"] / self.choices_us[str(BaselineSettings())],
+            "ratio_to_copy": us["fused"] / us["copy"] if "copy" in us else None,
             "baseline_settings": asdict(self.settings),
             "baseline_choices_us": self.choices_us,
         }

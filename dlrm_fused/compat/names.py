@@ -36,7 +36,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torchrec.distributed:TrainPipelineSparseDist": (
         "_backward", "_data_dist_stream", "_model", "_next_batch", "_stream_context"
     ),
-    "torchrec.distributed.embedding:ShardedEmbeddingCollection": ("_output_dists", "_sharding_type_to_sharding"),
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection": ("_lookups", "_output_dists", "_sharding_type_to_sharding"),
     "torchrec.distributed.embeddingbag": ("_apply_mean_pooling",),
     "torchrec.distributed.embeddingbag:EmbeddingBagCollectionSharder": ("_sharded_module_order_overwrite",),
     "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection": (

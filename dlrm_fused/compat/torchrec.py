@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -89,6 +89,17 @@ def set_output_dist(module: ShardedEmbeddingCollection, number: int, output_dist
     """Let another module deliver the rows of a sharding type: it is called with what the lookup returns, [n, columns], and the
     SequenceShardingContext of the batch, and returns an awaitable of this rank's rows."""
     module._output_dists[number] = output_dist
+
+
+@contextmanager
+def lookups_replaced(module: ShardedEmbeddingCollection, others: Mapping[int, Any]) -> Iterator[None]:
+    """Within, a module calls others instead of its lookups of the sharding types with these numbers."""
+    own = module._lookups
+    module._lookups = [others.get(number, lookup) for number, lookup in enumerate(own)]
+    try:
+        yield
+    finally:
+        module._lookups = own
 
 
 def lookups(module: ShardedModule) -> list[Any]:

@@ -14,6 +14,7 @@ from dlrm_fused.compat.fbgemm import Storage, kernel_inputs, storage, what_is_co
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all import Adagrad, Adam, EmbeddingWorkspace, LocalTables, RowwiseAdagrad, RowwiseAdam, Sgd
 from dlrm_fused.ops.embedding_all_to_all.tables import Optimizer
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace
 
 
 class FbgemmTables:
@@ -30,7 +31,7 @@ class FbgemmTables:
         self._checks_bounds = checks_bounds
         self._attached: list[tuple[object, ...]] | None = None
 
-    def attach_to(self, workspace: EmbeddingWorkspace) -> None:
+    def attach_to(self, workspace: EmbeddingWorkspace | SequenceWorkspace) -> None:
         """Let the workspace's kernels see the tables as they are now, as FBGEMM does in every forward pass."""
         copied = [what_is_copied(lookup) for lookup in self._lookups]
         if copied != self._attached:

@@ -12,13 +12,20 @@ another: rows go from the lookup straight into the output of the rank that asked
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
@@ -30,15 +37,18 @@ from torchrec.distributed.types import (
     ShardingEnv,
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_fused.compat import torchrec as compat
-from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, sequence_all_to_all
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, sequence_all_to_all, sequence_lookup_all_to_all
 from dlrm_fused.sharding.exchange import next_number
+from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
 from dlrm_fused.sharding.module_support import ModuleSupport, check_options, tables_of_sequences
 from dlrm_fused.sharding.options import FUSED, FusedOptions, wire_for
-from dlrm_fused.sharding.support import output_type
+from dlrm_fused.sharding.support import ADAMS, TableSettings, output_type, reason_against
 from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
+from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
+from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
 
 
@@ -127,23 +137,49 @@ class FusedShardedEmbeddingCollection(ShardedEmbeddingCollection):
         receive_the_dtype_of_the_others(self, tables)
         support = ModuleSupport(self, options, tables, by_kernels=False)
         self.reasons = support.reasons
+        self._dists: dict[int, FusedSequenceDist] = {}
         for number, (kind, sharding) in enumerate(
             zip(compat.sharding_types(self), compat.sequence_shardings(self), strict=True)
         ):
             if support.group is not None and support.covers(kind):
-                output_dtype = output_type(tables[kind][0].fused_params)
-                assert output_dtype is not None
-                workspace = SequenceWorkspace(
-                    support.group,
-                    _columns(sharding),
-                    name=f"{compat.path(self)} ({next_number(support.group)})",
-                    output_dtype=output_dtype,
-                    forward_wire=wire_for(options.forward_wire, output_dtype, support.group.world_size),
-                    backward_wire=wire_for(options.backward_wire, output_dtype, support.group.world_size),
-                    timeout_seconds=options.timeout_seconds,
-                )
-                process_group = cast(dist.ProcessGroup, compat.environment(self).process_group)
-                compat.set_output_dist(self, number, FusedSequenceDist(workspace, process_group))
+                self._dists[number] = self._new_dist(support.group, options, number, sharding, tables[kind])
+                compat.set_output_dist(self, number, self._dists[number])
+
+    def _new_dist(
+        self, group: SymmetricGroup, options: FusedOptions, number: int, sharding: Any, tables: Sequence[TableSettings]
+    ) -> FusedSequenceDist:
+        """Collective."""
+        output_dtype = output_type(tables[0].fused_params)
+        assert output_dtype is not None
+        workspace = SequenceWorkspace(
+            group,
+            _columns(sharding),
+            name=f"{compat.path(self)} ({next_number(group)})",
+            output_dtype=output_dtype,
+            forward_wire=wire_for(options.forward_wire, output_dtype, group.world_size),
+            backward_wire=wire_for(options.backward_wire, output_dtype, group.world_size),
+            timeout_seconds=options.timeout_seconds,
+        )
+        process_group = cast(dist.ProcessGroup, compat.environment(self).process_group)
+        modules = compat.embedding_modules(compat.lookups(self)[number])
+        can_look_up = uses_kernels(group.device) and group.world_size > 1 and _kernels_read(sharding, tables)
+        of_kernels = FbgemmTables([own.emb_module for own in modules], checks_bounds=True) if can_look_up else None
+        return FusedSequenceDist(workspace, process_group, of_kernels)
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up and deliver the rows of a batch whose features have been distributed. Collective.
+
+        Raises:
+            CommunicationError: if a peer is lost, or was waited for too long.
+        """
+        # Who watches lookups, or moves their tables, needs TorchRec's.
+        is_watched = self.post_lookup_tracker_fn is not None or MemoryStashingManager.is_enabled()
+        is_watched |= any(getattr(lookup, "optim_state_tracker_fn", None) is not None for lookup in compat.lookups(self))
+        by_kernels = {} if is_watched else {i: own.look_up for i, own in self._dists.items() if own.tables is not None}
+        with compat.lookups_replaced(self, by_kernels):
+            return cast(LazyAwaitable[dict[str, JaggedTensor]], super().compute_and_output_dist(ctx, input))
 
     @property
     def paths(self) -> dict[str, str]:
@@ -162,19 +198,32 @@ class FusedShardedEmbeddingCollection(ShardedEmbeddingCollection):
 
 
 class FusedSequenceDist(nn.Module):
-    """The output dist of a sharding type, in place of TorchRec's."""
+    """The output dist of a sharding type, in place of TorchRec's.
 
-    def __init__(self, workspace: SequenceWorkspace, process_group: dist.ProcessGroup) -> None:
+    Args:
+        tables: those that kernels look up and update, of which :meth:`look_up` replaces TorchRec's lookup; None: FBGEMM does.
+    """
+
+    def __init__(
+        self, workspace: SequenceWorkspace, process_group: dist.ProcessGroup, tables: FbgemmTables | None = None
+    ) -> None:
         super().__init__()
-        self._workspace, self._process_group = workspace, process_group
+        self._workspace, self._process_group, self.tables = workspace, process_group, tables
+        self._looked_up: KeyedJaggedTensor | None = None
         # On a GPU the host waits for the counts, but not for what the model computes meanwhile.
         self._stream = torch.cuda.Stream(workspace.device) if workspace.device.type == "cuda" else None
+
+    def look_up(self, features: KeyedJaggedTensor) -> Tensor:
+        """Have kernels look these ids up when they are delivered, in the call that follows; return no rows, [0, columns]."""
+        self._looked_up = features
+        return torch.empty(0, self._workspace.width, device=self._workspace.device)
 
     def forward(self, rows: Tensor, context: SequenceShardingContext) -> Awaitable[Tensor]:
         """Deliver rows to the ranks that asked for them, and return those that this one asked for. Collective.
 
         Args:
-            rows: [n, columns], of the ids of all ranks, feature by feature and of each rank by rank.
+            rows: [n, columns], of the ids of all ranks, feature by feature and of each rank by rank; those of
+                :meth:`look_up`, if that has been called.
             context: of the batch, after its input dist.
 
         Returns:
@@ -183,9 +232,26 @@ class FusedSequenceDist(nn.Module):
         workspace = self._workspace
         if workspace.world_size > 1:
             divisor = float(workspace.world_size) if get_gradient_division() else 1.0
-            rows = sequence_all_to_all(workspace, rows, _order(context, rows.device), self._counts(context), divisor)
+            order, counts = _order(context, rows.device), self._counts(context)
+            features, self._looked_up = self._looked_up, None
+            if features is None:
+                rows = sequence_all_to_all(workspace, rows, order, counts, divisor)
+            else:
+                rows = sequence_lookup_all_to_all(workspace, self._indices(features), order, counts, divisor)
         permutation = context.unbucketize_permute_tensor
         return NoWait(rows if permutation is None else rows.index_select(0, permutation))
+
+    def _indices(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows of the ids, int64 [n], counted on over all tables, of tables as they are now."""
+        assert self.tables is not None
+        with abort_peers_on_error(self._workspace.channel):
+            self.tables.attach_to(self._workspace)
+        if self._workspace.table is None:
+            return torch.empty(0, dtype=torch.int64, device=self._workspace.device)
+        (ids,), (offsets,) = self.tables.inputs_without_weights([features.values()], [features.offsets()])
+        of_features = offsets[:: max(1, features.stride())].diff()
+        first_rows = torch.repeat_interleave(self._workspace.feature_first_rows, of_features, output_size=len(ids))
+        return first_rows + ids
 
     def _counts(self, context: SequenceShardingContext) -> list[list[int]]:
         """Return how many ids each rank asks each other one for. Collective."""
@@ -219,3 +285,11 @@ def _order(context: SequenceShardingContext, device: torch.device) -> Tensor:
     by_rank = of_parts.T.flatten()
     shifts = begins.T.flatten() - (by_rank.cumsum(0) - by_rank)
     return torch.repeat_interleave(shifts, by_rank, output_size=count) + torch.arange(count, device=device)
+
+
+def _kernels_read(sharding: Any, tables: Sequence[TableSettings]) -> bool:
+    """Return whether our kernels can look up and update the tables of a sharding type, on every rank."""
+    are_known = all(reason_against(table, uses_kernels=True) is None for table in tables)
+    # FBGEMM counts the steps of Adam by itself.
+    counts_steps = any(table.fused_params.get("optimizer") in ADAMS for table in tables)
+    return are_known and not counts_steps and all(len(groups) <= 1 for groups in compat.grouped_configs_per_rank(sharding))

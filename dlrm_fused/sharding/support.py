@@ -24,8 +24,8 @@ SHARDINGS = (*OF_WHOLE_FEATURES, ShardingType.ROW_WISE)
 _DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 # By the name of FBGEMM's SparseType, or TorchRec's DataType.
 _OUTPUT_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-_ADAMS = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)
-_OPTIMIZERS = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD, *_ADAMS)
+ADAMS = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)
+_OPTIMIZERS = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD, *ADAMS)
 _PLAIN_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 # Arguments of FBGEMM's lookup that our kernels follow, or that mean nothing for tables in device memory with these optimizers.
 _FOLLOWED = ("optimizer", "learning_rate", "eps", "beta1", "beta2", "stochastic_rounding", "output_dtype", "weights_precision")
@@ -99,7 +99,7 @@ def reason_against(table: TableSettings, uses_kernels: bool) -> str | None:
         optimizer = given.get("optimizer", EmbOptimType.EXACT_SGD)
         decay_mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
         unknown = sorted(set(given) - _KNOWN_ARGUMENTS)
-        off = _ARGUMENTS_OFF if optimizer in _ADAMS else (_WEIGHT_DECAY, *_ARGUMENTS_OFF)
+        off = _ARGUMENTS_OFF if optimizer in ADAMS else (_WEIGHT_DECAY, *_ARGUMENTS_OFF)
         rules += [
             (optimizer in _OPTIMIZERS, f"optimizer {_shown(optimizer)}"),
             *((not given.get(key), f"{key}={given.get(key)}") for key in off),

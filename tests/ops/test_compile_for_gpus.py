@@ -219,6 +219,13 @@ def launch_scatter_rows(dtype: torch.dtype, scale: Tensor | None, destinations_a
     )  # fmt: skip
 
 
+def launch_chosen_rows() -> None:
+    chosen = torch.zeros(4 * TILE_ROWS, dtype=torch.int64)
+    scatter.scatter_rows(
+        rows(torch.float16), chosen.int(), window(), rows_per_rank=99, source_rows=chosen, dtype=SINGLE, destinations_at=8192
+    )
+
+
 def launch_route() -> None:
     ids = torch.zeros(64, TOP_K, dtype=torch.int64)
     block = rows(), torch.zeros(2 * TILE_ROWS).int()
@@ -487,6 +494,7 @@ OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
     "scatter_rows_fp32": (lambda: launch_scatter_rows(SINGLE, None, 8192), {"scatter_rows_kernel"}),
+    "scatter_chosen_rows": (launch_chosen_rows, {"scatter_rows_kernel"}),
     "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_kernel"}),
     "hidden_layer": (lambda: launch_hidden_layer("silu", TILE_ROWS), OF_HIDDEN_LAYER),
     "hidden_layer_of_few_rows": (lambda: launch_hidden_layer("silu", 16), OF_HIDDEN_LAYER),

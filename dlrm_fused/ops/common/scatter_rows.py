@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES, to_wire, within_range
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
@@ -32,9 +32,9 @@ _CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "
 
 @triton.jit(do_not_specialize=_CHANGING)
 def scatter_rows_kernel(
-    source, source_stride, scale, targets, items, width, rows_per_rank, destinations_at, first_destination, addresses,
-    receive_offset, channel, fingerprint,
-    REPEATS: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, DTYPE: tl.constexpr,
+    source, source_stride, source_rows, scale, targets, items, width, rows_per_rank, destinations_at, first_destination,
+    addresses, receive_offset, channel, fingerprint,
+    REPEATS: tl.constexpr, CHOSEN: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`scatter_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
@@ -51,7 +51,11 @@ def scatter_rows_kernel(
         places = (block + row * (width * (DTYPE.primitive_bitwidth // 8))).to(tl.pointer_type(DTYPE))
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide loads and stores.
         places = tl.multiple_of(places, 16)
-        rows_of_source = tl.multiple_of(source + (item // REPEATS).to(tl.int64) * source_stride, 16)
+        if CHOSEN:
+            row_of_source = tl.load(source_rows + item, mask=is_sent, other=0).to(tl.int64)
+        else:
+            row_of_source = (item // REPEATS).to(tl.int64)
+        rows_of_source = tl.multiple_of(source + row_of_source * source_stride, 16)
         factor = tl.full((ROWS,), 1.0, tl.float32)
         if SCALED:
             factor = tl.load(scale + item, mask=is_sent, other=0.0)
@@ -61,6 +65,8 @@ def scatter_rows_kernel(
             values = tl.load(rows_of_source[:, None] + columns[None, :], mask=inside, other=0.0)
             if SCALED:
                 values = (values.to(tl.float32) * factor[:, None]).to(DTYPE)
+            elif source.dtype.element_ty != DTYPE:
+                values = to_wire(values.to(tl.float32), DTYPE)
             tl.store(places[:, None] + columns[None, :], values, mask=inside)
         if TELLS_DESTINATION:
             destinations = (block + destinations_at).to(tl.pointer_type(tl.int32))
@@ -75,19 +81,24 @@ def scatter_rows(
     *,
     rows_per_rank: int,
     repeats: int = 1,
+    source_rows: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
     destinations_at: int | None = None,
     destinations_per_rank: int = 0,
     received: Mapping[int, Tensor] | None = None,
     by_rank: ItemsByRank | None = None,
 ) -> None:
-    """Store row i // repeats of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
+    """Store row i // repeats of ``source``, or source_rows[i], times scale[i], where targets[i] says, for all i. One epoch:
+    collective.
 
     Args:
         source: [m, width], rows contiguous, each a multiple of 16 bytes that begins at one.
+        source_rows: int32 or int64, as many as targets; then ``repeats`` is 1.
         targets: int32 [m * repeats]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
             two of all ranks may be equal. What goes to a rank of another host is a slice, and the row a number in it.
-        window: in which the ranks receive rows of ``width`` elements of the source's dtype.
+        window: in which the ranks receive rows of ``width`` elements.
+        dtype: in which they are stored, with rounding; default: the source's.
         scale: fp32 [m * repeats].
         destinations_at: byte of the blocks from where an int32 for each row says what was stored there:
             rank * destinations_per_rank + i; or, of another host's rank, + its number in the slice.
@@ -100,7 +111,9 @@ def scatter_rows(
     """
     memory, channel, receive_offset, fingerprint = window
     rank, remote, by_kernel = channel.group.rank, channel.group.hosts.remote, uses_kernels(memory.local.device)
-    call = _Call(source, targets, window, rows_per_rank, repeats, scale, destinations_at, rank * destinations_per_rank)
+    stored = dtype or source.dtype
+    first = rank * destinations_per_rank
+    call = _Call(source, source_rows, targets, window, rows_per_rank, repeats, stored, scale, destinations_at, first)
     if by_rank is None and (remote or not by_kernel):
         by_rank = ItemsByRank.of(targets, rows_per_rank, channel.group.world_size)
     exchange = None
@@ -108,7 +121,7 @@ def scatter_rows(
         assert received is not None, f"channel {channel.name}: ranks on several hosts, and nothing said of their slices"
         assert by_rank is not None
         slices = {peer: call.values(by_rank.items(peer)) for peer in remote}
-        arriving = {peer: source.new_empty(len(rows), source.shape[1]) for peer, rows in received.items()}
+        arriving = {peer: source.new_empty(len(rows), source.shape[1], dtype=stored) for peer, rows in received.items()}
         exchange = channel.exchange(slices, arriving, fingerprint=fingerprint)
     if by_kernel:
         call.store_by_kernel()
@@ -127,26 +140,32 @@ class _Call:
     """The arguments of one :func:`scatter_rows`; ``first_destination``: the number of this rank's row 0."""
 
     source: Tensor
+    source_rows: Tensor | None
     targets: Tensor
     window: ReceiveWindow
     rows_per_rank: int
     repeats: int
+    dtype: torch.dtype
     scale: Tensor | None
     destinations_at: int | None
     first_destination: int
 
     def values(self, items: Tensor | slice) -> Tensor:
         """Return the rows that are stored for these items."""
+        if self.source_rows is not None:
+            items = self.source_rows[items]
         if isinstance(items, slice):
             assert self.repeats == 1, "a slice of the items is one of the rows"
-            assert self.scale is None
-            return self.source[items]
-        rows = self.source.index_select(0, items // self.repeats if self.repeats > 1 else items)
-        return rows if self.scale is None else (rows.float() * self.scale[items, None]).to(rows.dtype)
+            rows = self.source[items]
+        else:
+            rows = self.source.index_select(0, items // self.repeats if self.repeats > 1 else items)
+        if self.scale is not None:
+            return (rows.float() * self.scale[items, None]).to(self.dtype)
+        return rows if rows.dtype == self.dtype else within_range(rows, self.dtype).to(self.dtype)
 
     def places(self, peer: int, offset: int) -> Tensor:
         """Return the rows of the block of a rank of this host."""
-        shape, dtype = (self.rows_per_rank, self.source.shape[1]), self.source.dtype
+        shape, dtype = (self.rows_per_rank, self.source.shape[1]), self.dtype
         return self.window.memory.peer(peer)[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def store(self, peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
@@ -167,21 +186,25 @@ class _Call:
         if isinstance(rows, Tensor):
             self.store(peer, offset, rows, self.values(items), self.first_destination + numbers)
             return
-        torch.index_select(self.source, 0, numbers, out=self.places(peer, offset)[rows])
+        if self.source_rows is None and self.dtype == self.source.dtype:
+            torch.index_select(self.source, 0, numbers, out=self.places(peer, offset)[rows])
+        else:
+            self.places(peer, offset)[rows] = self.values(items)
         self.tell(peer, offset, rows, self.first_destination + numbers)
 
     def store_by_kernel(self) -> None:
         source, targets, scale, window = self.source, self.targets, self.scale, self.window
         items, width = targets.numel(), source.shape[1]
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
-        layout = layout_of(source, targets, scale), self.repeats, self.destinations_at is None
+        chosen = self.source_rows
+        layout = layout_of(source, targets, scale, chosen), self.repeats, self.destinations_at is None, self.dtype
         window.channel.launches(
             layout, scatter_rows_kernel, (max(1, min(ceil_div(items, _ROWS), most)),),
-            source, source.stride(0), targets if scale is None else scale, targets, items, width, self.rows_per_rank,
-            self.destinations_at or 0, self.first_destination, window.memory.addresses, window.offset, window.channel.args,
-            window.fingerprint,
-            REPEATS=self.repeats, SCALED=scale is not None, TELLS_DESTINATION=self.destinations_at is not None,
-            DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
+            source, source.stride(0), targets if chosen is None else chosen, targets if scale is None else scale, targets,
+            items, width, self.rows_per_rank, self.destinations_at or 0, self.first_destination, window.memory.addresses,
+            window.offset, window.channel.args, window.fingerprint,
+            REPEATS=self.repeats, CHOSEN=chosen is not None, SCALED=scale is not None,
+            TELLS_DESTINATION=self.destinations_at is not None, DTYPE=TRITON_DTYPES[self.dtype], ROWS=_ROWS,
             COLUMNS=min(next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
         )  # fmt: skip
 

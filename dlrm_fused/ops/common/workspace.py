@@ -6,7 +6,8 @@ import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -142,6 +143,33 @@ class Workspace:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
         for channel in self.channels:
             channel.raise_fault()
+
+
+@contextmanager
+def asked_of_all_ranks(workspace: Workspace, key: str, value: object) -> Iterator[None]:
+    """Around the checks of a call that all ranks make, before something else that is collective: what is wrong on one of them
+    is raised by all.
+
+    Args:
+        key, value: an argument that must be equal on all ranks; a UsageError names them otherwise.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+
+    def outcome() -> object:
+        if isinstance(failure, UsageError):
+            raise UsageError(f"rank {workspace.rank}: {failure}") from failure
+        if failure is not None:
+            raise failure
+        return value
+
+    values = workspace.group.gather(outcome)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise UsageError(f"{workspace.name}: {key}={values[0]} on rank 0, {other} on rank {rank}; they must be equal")
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.workspace import check_tensor
+from dlrm_fused.ops.common.workspace import asked_of_all_ranks, check_tensor
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
@@ -30,29 +30,8 @@ def checks_of_call(
         with_all: ask all ranks even if there is memory. Slow.
     """
     if with_all or not workspace.has_room(batch_sizes):
-        return _asked_of_all_ranks(workspace, batch_sizes)
+        return asked_of_all_ranks(workspace, "batch_sizes", list(batch_sizes))
     return abort_peers_on_error(workspace.forward_channel)
-
-
-@contextmanager
-def _asked_of_all_ranks(workspace: EmbeddingWorkspace, batch_sizes: Sequence[int]) -> Iterator[None]:
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-
-    def outcome() -> list[int]:
-        if isinstance(failure, UsageError):
-            raise UsageError(f"rank {workspace.rank}: {failure}") from failure
-        if failure is not None:
-            raise failure
-        return list(batch_sizes)
-
-    sizes = workspace.group.gather(outcome)
-    for rank, other in enumerate(sizes):
-        if other != sizes[0]:
-            raise UsageError(f"{workspace.name}: batch_sizes={sizes[0]} on rank 0, {other} on rank {rank}; they must be equal")
 
 
 def check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequence[Tensor]) -> None:

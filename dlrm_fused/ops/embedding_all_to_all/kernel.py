@@ -12,13 +12,12 @@ from torch import Tensor
 
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_policy import Stream, load, once, picked
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES, to_wire
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import PRESENCE_UNIT
 from dlrm_fused.ops.embedding_all_to_all.host_slices import HostSlices
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks, LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, next_epoch, peer_pointer, wait_until_ready

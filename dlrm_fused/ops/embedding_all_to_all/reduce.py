@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.dtypes import within_range
+from dlrm_fused.ops.common.dtypes import to_wire, within_range
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.launches import ceil_div

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.dtypes import LARGEST_FP16, TRITON_DTYPES
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES, to_wire
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.host_slices import TILE_COLUMNS
@@ -24,16 +24,6 @@ _ROWS = 8  # of a program's tile
 # Enough stores in flight for the links of one GPU; more programs only take multiprocessors from others.
 _PROGRAMS_OF_MULTIPROCESSOR, _PUTTING_PROGRAMS_OF_MULTIPROCESSOR = 4, 2
 _FIELDS = tl.constexpr(7)
-_LARGEST_FP16 = tl.constexpr(LARGEST_FP16)
-
-
-@triton.jit
-def to_wire(values, dtype: tl.constexpr):
-    """Values in the wire's dtype; fp16 ends at its largest number, as TorchRec's codec does, and NaN stays NaN."""
-    if dtype == tl.float16:
-        # Unless told to keep it, a GPU makes a number of NaN; the interpreter does not.
-        values = tl.clamp(values, -_LARGEST_FP16, _LARGEST_FP16, propagate_nan=tl.PropagateNan.ALL)
-    return values.to(dtype)
 
 
 @triton.jit

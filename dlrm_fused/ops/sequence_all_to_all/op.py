@@ -62,12 +62,33 @@ torch.library.define(
 def _deliver(rows: Tensor, order: Tensor, flat: list[int], gradient_divisor: float, handle: int) -> tuple[Tensor, Tensor]:
     workspace = SequenceWorkspace.of(handle)
     workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
-        counts = workspace.counts(_by_rank(flat, workspace.world_size))
+    with workspace.checks(flat):
+        counts = check_call(workspace, order, flat, gradient_divisor)
         check_tensor(workspace, "rows", rows, workspace.output_dtype, (counts.sent[-1], workspace.width))
-        check_tensor(workspace, "order", order, torch.int64, (counts.sent[-1],))
-        if not gradient_divisor > 0:
-            raise UsageError(f"{workspace.name}: gradient_divisor={gradient_divisor}; needed: a positive number")
+    return send(workspace, counts, order, _on_wire(rows, workspace.forward_wire))
+
+
+def check_call(workspace: SequenceWorkspace, order: Tensor, flat: list[int], gradient_divisor: float) -> Counts:
+    """Return the counts of a call; raises UsageError."""
+    counts = workspace.counts(_by_rank(flat, workspace.world_size))
+    check_tensor(workspace, "order", order, torch.int64, (counts.sent[-1],))
+    if not gradient_divisor > 0:
+        raise UsageError(f"{workspace.name}: gradient_divisor={gradient_divisor}; needed: a positive number")
+    return counts
+
+
+def send(
+    workspace: SequenceWorkspace, counts: Counts, order: Tensor, source: Tensor, source_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Send rows to the ranks that asked for them, and receive those that this rank asked for. Collective.
+
+    Args:
+        source: [n, width], of which row i is sent as row i, or [rows, width], of which ``source_rows`` [n] says which.
+
+    Returns:
+        the output of :func:`sequence_all_to_all`, and int32 [sum of counts[rank]]: rank * most_rows + i of its row i, -1 for
+        those of other hosts.
+    """
     first_rows = [counts.first_at(asking) for asking in range(workspace.world_size)]
     items = ItemsByRank(counts.sent, order, None, counts.most_rows, first_rows)
     begins, device = counts.received, order.device
@@ -76,8 +97,9 @@ def _deliver(rows: Tensor, order: Tensor, flat: list[int], gradient_divisor: flo
     destinations_at = workspace.destinations_at(counts.most_rows)
     window = workspace.window(pool, block, "forward", counts.fingerprint)
     scatter_rows(
-        _on_wire(rows, workspace.forward_wire), _targets(workspace, items), window, rows_per_rank=counts.most_rows,
-        destinations_at=destinations_at, destinations_per_rank=counts.most_rows, received=received, by_rank=items,
+        source, _targets(workspace, items), window, rows_per_rank=counts.most_rows, source_rows=source_rows,
+        dtype=workspace.forward_wire, destinations_at=destinations_at, destinations_per_rank=counts.most_rows,
+        received=received, by_rank=items,
     )  # fmt: skip
     begin = pool.offset_of(block) + destinations_at
     destinations = pool.memory.local[begin : begin + 4 * len(block)].view(torch.int32).clone()
@@ -91,6 +113,18 @@ def _return_gradient(
 ) -> Tensor:
     workspace = SequenceWorkspace.of(handle)
     workspace.begin_call()
+    result = receive_gradient(workspace, gradient, destinations, order, flat).to(workspace.output_dtype)
+    return result if gradient_divisor == 1 else result.div_(gradient_divisor)
+
+
+def receive_gradient(
+    workspace: SequenceWorkspace, gradient: Tensor, destinations: Tensor, order: Tensor, flat: list[int]
+) -> Tensor:
+    """Return the gradients of the rows that this rank has sent, [n, width], in the wire's dtype. Collective.
+
+    Args:
+        gradient: of the output; the other arguments are those of the forward pass, and what :func:`send` has returned.
+    """
     counts = workspace.counts(_by_rank(flat, workspace.world_size))
     with abort_peers_on_error(workspace.channel):
         gradient = gradient.contiguous()
@@ -101,8 +135,7 @@ def _return_gradient(
     window = workspace.window(pool, block, "backward", counts.fingerprint)
     rows = _on_wire(gradient, workspace.backward_wire)
     scatter_rows(rows, destinations, window, rows_per_rank=counts.most_rows, received=received, by_rank=items)
-    result = pool.to_hold(block).to(workspace.output_dtype)
-    return result if gradient_divisor == 1 else result.div_(gradient_divisor)
+    return pool.to_hold(block)
 
 
 def _by_rank(flat: list[int], ranks: int) -> list[list[int]]:

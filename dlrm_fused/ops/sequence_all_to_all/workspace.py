@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
-from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
-from dlrm_fused.symmetric import BlockPool, SymmetricGroup
+from dlrm_fused.ops.common.workspace import Workspace, asked_of_all_ranks, check_counts, check_dtype, fingerprint_of
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import round_up, uses_kernels
 
 # A kernel's loads and stores of a row have so many bytes.
@@ -61,8 +63,12 @@ class Counts:
 class SequenceWorkspace(Workspace):
     """The memory in which rows, and backward their gradients, are received. Making one is collective.
 
-    It grows, collectively, with the largest number of rows that a rank receives. Outputs are the callers' as long as a tensor
-    uses them; those beyond ``held_outputs`` are copied to ordinary memory.
+    Attributes:
+        table: all attached tables as one; None if there are none.
+        feature_first_rows: int64 [features], the first row of the table that each of them reads.
+
+    The memory grows, collectively, with the largest number of rows that a rank receives. Outputs are the callers' as long as a
+    tensor uses them; those beyond ``held_outputs`` are copied to ordinary memory.
     """
 
     def __init__(
@@ -92,6 +98,10 @@ class SequenceWorkspace(Workspace):
         self.width, self.output_dtype, self.held_outputs = width, output_dtype, held_outputs
         self.forward_wire, self.backward_wire = forward_wire, backward_wire
         super().__init__(group, name, lambda: self._checked(group, name), timeout_seconds=timeout_seconds)
+        # Gives the lookup something to differentiate, also on a rank without tables.
+        self.anchor = torch.empty(0, device=self.device, requires_grad=True)
+        self.table: LocalTables | None = None
+        self.feature_first_rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self._most_rows = 0
         self._pool: BlockPool | None = None
 
@@ -106,6 +116,19 @@ class SequenceWorkspace(Workspace):
                 )
         keys = ("width", "output_dtype", "forward_wire", "backward_wire", "held_outputs")
         return {key: getattr(self, key) for key in keys}
+
+    @lasting
+    def attach_tables(self, tables: Sequence[LocalTables]) -> None:
+        """Name the tables of this rank, those of one lookup or none. Rows are counted on over all of them.
+
+        Raises:
+            UsageError: if they are of several lookups, or do not lie behind each other in rows of the workspace's width.
+        """
+        if len(tables) > 1:
+            raise UsageError(f"{self.name}: tables of {len(tables)} lookups; needed: of one, or none")
+        self.table = _as_one(tables[0], self.width, self.name) if tables else None
+        of_features = [own.first_rows[table] for own in tables for table in own.feature_tables]
+        self.feature_first_rows = torch.tensor(of_features, dtype=torch.int64).to(self.device)
 
     def counts(self, asked: Sequence[Sequence[int]]) -> Counts:
         """Return the counts of a call.
@@ -122,6 +145,19 @@ class SequenceWorkspace(Workspace):
         if ranks * counts.most_rows >= 2**31:
             raise UsageError(f"{self.name}: a rank receives {counts.most_rows} rows; needed: less than 2**31 / {ranks}")
         return counts
+
+    def checks(self, flat: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context for the checks of a call. When one of them raises UsageError, no rank goes on.
+
+        Args:
+            flat: the counts, rank after rank. Where they need more memory, all ranks are asked before it is allocated.
+        """
+        ranks = self.world_size
+        by_asking = [sum(flat[i * ranks : (i + 1) * ranks]) for i in range(ranks)]
+        most = max(*by_asking, *(sum(flat[i::ranks]) for i in range(ranks)))
+        if self._pool is None or most > self._most_rows:
+            return asked_of_all_ranks(self, "counts", list(flat))
+        return abort_peers_on_error(self.channel)
 
     def pool(self, counts: Counts) -> BlockPool:
         """Return the memory for a call, which all ranks make larger where it has too few rows."""
@@ -152,3 +188,14 @@ class SequenceWorkspace(Workspace):
                 torch.cuda.synchronize(self.device)
             self._pool.release()
             self._pool = None
+
+
+def _as_one(tables: LocalTables, width: int, name: str) -> LocalTables:
+    """Return tables that lie behind each other as one: so their rows, and the states of their optimizer, are numbered."""
+    begin = tables.offsets[0] if tables.offsets else 0
+    expected = tuple(begin + first * width for first in tables.first_rows)
+    if any(dim != width for dim in tables.dims) or tables.offsets != expected:
+        raise UsageError(
+            f"{name}: tables of dims {tables.dims} at {tables.offsets}; needed: rows of {width} elements, one behind the other"
+        )
+    return replace(tables, offsets=(begin,), rows=(tables.total_rows,), dims=(width,), feature_tables=(0,), mean=False)
