@@ -229,11 +229,11 @@ class FusedSequenceDist(nn.Module):
         Returns:
             [ids that this rank asked for, columns], in the order that they had here before the input dist.
         """
-        workspace = self._workspace
+        workspace, features = self._workspace, self._looked_up
+        self._looked_up = None
         if workspace.world_size > 1:
             divisor = float(workspace.world_size) if get_gradient_division() else 1.0
             order, counts = _order(context, rows.device), self._counts(context)
-            features, self._looked_up = self._looked_up, None
             if features is None:
                 rows = sequence_all_to_all(workspace, rows, order, counts, divisor)
             else:

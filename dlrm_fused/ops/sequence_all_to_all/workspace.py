@@ -63,12 +63,12 @@ class Counts:
 class SequenceWorkspace(Workspace):
     """The memory in which rows, and backward their gradients, are received. Making one is collective.
 
-    Attributes:
-        table: all attached tables as one; None if there are none.
-        feature_first_rows: int64 [features], the first row of the table that each of them reads.
+    It grows, collectively, with the largest number of rows that a rank receives. Outputs are the callers' as long as a tensor
+    uses them; those beyond ``held_outputs`` are copied to ordinary memory.
 
-    The memory grows, collectively, with the largest number of rows that a rank receives. Outputs are the callers' as long as a
-    tensor uses them; those beyond ``held_outputs`` are copied to ordinary memory.
+    Attributes:
+        table: all attached tables as one, which backward passes update; None if there are none.
+        feature_first_rows: int64 [features], the first row of the table that each of them reads.
     """
 
     def __init__(
