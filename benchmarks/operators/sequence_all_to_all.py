@@ -14,8 +14,7 @@ The contestants of a cell read and update the same tables, from ids that are wit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.common.harness import Work, World
 from benchmarks.operators import stress
 from benchmarks.operators.case import TIMEOUT_SECONDS, Operator
-from benchmarks.operators.embedding_all_to_all import LOOKUPS, SEED, BaselineSettings, EmbeddingCase, Forward
+from benchmarks.operators.embedding_all_to_all import LOOKUPS, SEED, EmbeddingCase, Forward
 from benchmarks.operators.embedding_lookups import DISTRIBUTIONS, Cell, Lookup
 from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
 from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
@@ -124,14 +123,6 @@ class SequenceCase(EmbeddingCase):
         if stage.endswith("training"):
             phases.append(Work(0, (2 * distinct + rows) * row_bytes + 8 * rows + 8 * distinct, remote * row_bytes))
         return phases
-
-    def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
-        return {
-            "ratio_to_defaults": us["fused"] / self.choices_us[str(BaselineSettings())],
-            "ratio_to_copy": us["fused"] / us["copy"] if "copy" in us else None,
-            "baseline_settings": asdict(self.settings),
-            "baseline_choices_us": self.choices_us,
-        }
 
 
 def all_cells() -> list[Cell]:

@@ -228,7 +228,7 @@ class ItemsByRank:
     Attributes:
         bounds: [ranks + 1], where the items of a rank begin.
         order: int64, the numbers of items; first those without target. None: all, as they are.
-        targets: of these items, int64; None: the first is at ``first_rows`` of its rank, and the others follow.
+        targets: of these items, integers; None: the first is at ``first_rows`` of its rank, and the others follow.
         rows_per_rank: as of :func:`scatter_rows`.
     """
 
@@ -255,4 +255,4 @@ class ItemsByRank:
         begin, end = self.bounds[rank : rank + 2]
         if self.targets is None:
             return slice(self.first_rows[rank], self.first_rows[rank] + end - begin)
-        return self.targets[begin:end] - rank * self.rows_per_rank
+        return self.targets[begin:end].long() - rank * self.rows_per_rank

@@ -129,7 +129,7 @@ def receive_gradient(
     with abort_peers_on_error(workspace.channel):
         gradient = gradient.contiguous()
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, (counts.received[-1], workspace.width))
-    items = ItemsByRank(counts.received, None, destinations.long(), counts.most_rows)
+    items = ItemsByRank(counts.received, None, destinations, counts.most_rows)
     received = {asking: order[counts.sent[asking] : counts.sent[asking + 1]] for asking in workspace.group.hosts.remote}
     pool, block = _open(workspace, counts, counts.sent[-1], workspace.backward_wire)
     window = workspace.window(pool, block, "backward", counts.fingerprint)
