@@ -1,10 +1,11 @@
 """Unpooled lookup + All-to-All against FBGEMM's lookup and NCCL, as TorchRec runs them.
 
-The contestants of a cell read and update the same tables, from ids that are with their owners:
+The contestants of a cell read and update the same tables, from ids that are with their owners. All ranks know already how many
+ids they ask for, as after each sharder's input dist:
 
 * baseline: FBGEMM's table-batched embedding (TBE), then TorchRec's output dist of an EmbeddingCollection, with the fastest of
   the settings that a user has;
-* copy: the same TBE, then the output dist of ``FusedEmbeddingCollectionSharder``, which tells the ranks their counts, too;
+* copy: the same TBE, then the output dist of ``FusedEmbeddingCollectionSharder``;
 * fused: that output dist with the lookup in its kernel; without GPUs and TRITON_INTERPRET=1, the same as copy;
 * lookup: the TBE alone.
 
@@ -31,15 +32,18 @@ from benchmarks.operators import stress
 from benchmarks.operators.case import TIMEOUT_SECONDS, Operator
 from benchmarks.operators.embedding_all_to_all import LOOKUPS, SEED, EmbeddingCase, Forward
 from benchmarks.operators.embedding_lookups import DISTRIBUTIONS, Cell, Lookup
+from dlrm_fused.compat.torch import wait_for_collective
 from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
 from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
-from dlrm_fused.sharding.sequence_sharder import FusedSequenceDist
+from dlrm_fused.sharding.sequence_sharder import ExchangedCounts, FusedSequenceDist, keep_counts
 from dlrm_fused.symmetric.device import uses_kernels
 
 # Ids of a sample in each table, and samples of all ranks.
 SIZES = ((8, 8192), (100, 2048), (512, 512), (2048, 128))
 DIMS = (64, 256)
 TABLES = 2
+# Of a piece of work of the stress test.
+FEATURES = 3
 
 
 class SequenceCase(EmbeddingCase):
@@ -54,6 +58,12 @@ class SequenceCase(EmbeddingCase):
         """By the address of a lookup's indices, TorchRec's context of its batch."""
         return {lookup.indices.data_ptr(): self.context_of(lookup) for lookup in self.lookups}
 
+    @cached_property
+    def features(self) -> dict[int, KeyedJaggedTensor]:
+        """By the same, the ids as TorchRec's input dist leaves them."""
+        keys = [str(table) for table in range(self.cell.tables)]
+        return {own.indices.data_ptr(): KeyedJaggedTensor(keys, own.indices, offsets=own.offsets) for own in self.lookups}
+
     def context_of(self, lookup: Lookup) -> SequenceShardingContext:
         """Collective."""
         lengths = lookup.offsets.diff().view(self.cell.tables, -1)
@@ -62,13 +72,15 @@ class SequenceCase(EmbeddingCase):
         permutation = None
         if self.cell.row_wise:  # buckets are undone, by which permutation does not matter to the time
             permutation = torch.randperm(sum(received), device=self.world.device)
-        return SequenceShardingContext(
+        context = SequenceShardingContext(
             batch_size_per_rank=self.batches,
             input_splits=received,
             output_splits=sent,
             unbucketize_permute_tensor=permutation,
             lengths_after_input_dist=lengths,
         )
+        keep_counts(context, ExchangedCounts(received, self.world.group, self.world.device))
+        return context
 
     def draw_gradients(self, generator: torch.Generator) -> None:
         most = max(max(sum(own.input_splits), sum(own.output_splits)) for own in self.contexts.values())
@@ -99,16 +111,15 @@ class SequenceCase(EmbeddingCase):
         else:
             dists["baseline"] = TwSequenceEmbeddingDist(group, [self.cell.tables] * self.world.size, device)
         by_kernels = dists["fused"].look_up if "copy" in dists else None
-        keys = [str(table) for table in range(self.cell.tables)]
 
         def delivered(by: str) -> Forward:
             def forward(lookup: Lookup) -> Tensor:
-                if by == "fused" and by_kernels is not None:
-                    rows = by_kernels(KeyedJaggedTensor(keys, lookup.indices, offsets=lookup.offsets))
-                else:
-                    rows = library(lookup)
-                found: Tensor = dists[by](rows, self.contexts[lookup.indices.data_ptr()]).wait()
-                return found
+                key = lookup.indices.data_ptr()
+                look_up = by_kernels if by == "fused" else None
+                rows = library(lookup) if look_up is None else look_up(self.features[key])
+                found: Tensor = dists[by](rows, self.contexts[key]).wait()
+                # TorchRec's synchronous collectives end when their results are read.
+                return wait_for_collective(found) if by == "baseline" else found
 
             return forward
 
@@ -152,12 +163,15 @@ def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
 def _stressed(world: World, workspace: SequenceWorkspace, most: int, number: int) -> stress.Work:
     """One batch, in which ranks ask each other for up to ``most`` rows."""
     generator = torch.Generator().manual_seed(SEED + number)
-    counts: list[list[int]] = torch.randint(0, most + 1, (world.size, world.size), generator=generator).tolist()
+    # Of each owner, feature and asking rank, which has one sample.
+    lengths = torch.randint(0, most // FEATURES + 1, (world.size, FEATURES, world.size), generator=generator)
+    counts: list[list[int]] = lengths.sum(dim=1).T.tolist()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[world.rank].flatten().cumsum(0)]).to(world.device)
+    arguments = offsets, [1] * world.size, counts
     own = torch.Generator(world.device).manual_seed(SEED + world.rank)
     sent, received = sum(asked[world.rank] for asked in counts), sum(counts[world.rank])
     rows = torch.randn(sent, workspace.width, generator=own, device=world.device, requires_grad=True)
     gradient = torch.randn(received, workspace.width, generator=own, device=world.device)
-    order = torch.randperm(sent, generator=own, device=world.device)
 
     def both_ways(exchange: Callable[[], Tensor], delay: Callable[[], None]) -> list[Tensor]:
         output = exchange()
@@ -166,14 +180,14 @@ def _stressed(world: World, workspace: SequenceWorkspace, most: int, number: int
         return [output.detach(), of_rows]
 
     def check(found: Sequence[Tensor]) -> tuple[float, bool]:
-        expected = both_ways(lambda: reference(world.group, rows, order, counts), lambda: None)
+        expected = both_ways(lambda: reference(world.group, rows, *arguments), lambda: None)
         differing = sum(int(stress.count_differing(*pair)) for pair in zip(found, expected, strict=True))
         return float(differing), differing == 0
 
     return stress.Work(
         f"up to {most} rows",
         workspace,
-        lambda delay: both_ways(lambda: sequence_all_to_all(workspace, rows, order, counts), delay),
+        lambda delay: both_ways(lambda: sequence_all_to_all(workspace, rows, *arguments), delay),
         check,
         {"most_rows": most, "counts": counts},
         in_graph=False,

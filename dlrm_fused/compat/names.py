@@ -27,6 +27,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.config": ("optimize_ddp",),
     "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "torch.cuda": ("_sleep",),
+    "torch.distributed._functional_collectives": ("wait_tensor",),
     "torch.distributed._symmetric_memory": (
         "empty", "get_backend", "is_nvshmem_available", "rendezvous", "set_backend", "_nvshmem_triton"
     ),
@@ -36,6 +37,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torchrec.distributed:TrainPipelineSparseDist": (
         "_backward", "_data_dist_stream", "_model", "_next_batch", "_stream_context"
     ),
+    "torchrec.distributed.dist_data:KJTAllToAllSplitsAwaitable": ("_input_splits", "_labels"),
     "torchrec.distributed.embedding:ShardedEmbeddingCollection": ("_lookups", "_output_dists", "_sharding_type_to_sharding"),
     "torchrec.distributed.embeddingbag": ("_apply_mean_pooling",),
     "torchrec.distributed.embeddingbag:EmbeddingBagCollectionSharder": ("_sharded_module_order_overwrite",),

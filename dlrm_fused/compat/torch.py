@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import _symmetric_memory
+from torch.distributed import _functional_collectives, _symmetric_memory
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
@@ -34,6 +34,13 @@ def one_graph_in_ddp() -> AbstractContextManager[None]:
     import torch._dynamo.config  # takes long to import
 
     return cast(AbstractContextManager[None], torch._dynamo.config.patch(optimize_ddp=False))
+
+
+def wait_for_collective(result: Tensor) -> Tensor:
+    """Return the result of a functional collective when it is there; a view of it does not wait by itself."""
+    with torch.no_grad():
+        _functional_collectives.wait_tensor(result.detach())
+    return result
 
 
 def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

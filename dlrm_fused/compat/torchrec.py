@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
+from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionAwaitable,
@@ -89,6 +90,13 @@ def set_output_dist(module: ShardedEmbeddingCollection, number: int, output_dist
     """Let another module deliver the rows of a sharding type: it is called with what the lookup returns, [n, columns], and the
     SequenceShardingContext of the batch, and returns an awaitable of this rank's rows."""
     module._output_dists[number] = output_dist
+
+
+def ids_for_ranks(awaitable: Any) -> list[int]:
+    """Return how many ids an input dist, of which this is the result, sends to each rank."""
+    if isinstance(awaitable, KJTSplitsAllToAllMeta):  # within a pipeline, which exchanges splits of all modules at once
+        return list(awaitable.input_splits[awaitable.labels.index("values")])
+    return list(awaitable._input_splits[awaitable._labels.index("values")])
 
 
 @contextmanager

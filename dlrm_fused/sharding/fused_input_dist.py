@@ -126,7 +126,7 @@ class FusedInputDist:
             lengths = torch.cat([lengths, block_lengths]) if self._given else block_lengths
             values = torch.cat([values, block_values]) if self._given else block_values
             offsets = None
-        offsets = _offsets(lengths.flatten()) if offsets is None else offsets.to(lengths.dtype).contiguous()
+        offsets = offsets_of(lengths.flatten()) if offsets is None else offsets.to(lengths.dtype).contiguous()
         return lengths, offsets, values
 
 
@@ -174,7 +174,7 @@ def _receive(
             keys=list(names),
             values=received.values[begin : begin + sum(counts)],
             lengths=lengths,
-            offsets=_offsets(lengths),
+            offsets=offsets_of(lengths),
             stride=sum(received.bags),
             length_per_key=counts,
             offset_per_key=[0, *itertools.accumulate(counts)],
@@ -182,7 +182,7 @@ def _receive(
     )
 
 
-def _offsets(lengths: Tensor) -> Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
     """[n] to where each bag begins and the last ends, [n + 1], of the same dtype; in less time than FBGEMM's operator."""
     offsets = lengths.new_zeros(len(lengths) + 1)
     torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])

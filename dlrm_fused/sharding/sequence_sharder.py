@@ -13,6 +13,7 @@ another: rows go from the lookup straight into the output of the rank that asked
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
@@ -40,9 +42,16 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_fused.compat import torchrec as compat
-from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, sequence_all_to_all, sequence_lookup_all_to_all
+from dlrm_fused.ops.sequence_all_to_all import (
+    Counts,
+    SequenceWorkspace,
+    numbers_of,
+    sequence_all_to_all,
+    sequence_lookup_all_to_all,
+)
 from dlrm_fused.sharding.exchange import next_number
 from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
+from dlrm_fused.sharding.fused_input_dist import offsets_of
 from dlrm_fused.sharding.module_support import ModuleSupport, check_options, tables_of_sequences
 from dlrm_fused.sharding.options import FUSED, FusedOptions, wire_for
 from dlrm_fused.sharding.support import ADAMS, TableSettings, output_type, reason_against
@@ -50,6 +59,9 @@ from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
+
+# The attribute of TorchRec's context that has the ExchangedCounts of its batch.
+_COUNTS = "fused_counts"
 
 
 class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
@@ -166,6 +178,15 @@ class FusedShardedEmbeddingCollection(ShardedEmbeddingCollection):
         of_kernels = FbgemmTables([own.emb_module for own in modules], checks_bounds=True) if can_look_up else None
         return FusedSequenceDist(workspace, process_group, of_kernels)
 
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Send the ids of a batch to the ranks of their tables, and to all ranks how many they are. Collective."""
+        awaitable = cast(KJTListSplitsAwaitable[Any], super().input_dist(ctx, features))
+        for number, own in self._dists.items():
+            if own.has_peers:
+                asked = compat.ids_for_ranks(awaitable.awaitables[number])
+                keep_counts(ctx.sharding_contexts[number], own.exchange_counts(asked))
+        return awaitable
+
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -210,8 +231,15 @@ class FusedSequenceDist(nn.Module):
         super().__init__()
         self._workspace, self._process_group, self.tables = workspace, process_group, tables
         self._looked_up: KeyedJaggedTensor | None = None
-        # On a GPU the host waits for the counts, but not for what the model computes meanwhile.
-        self._stream = torch.cuda.Stream(workspace.device) if workspace.device.type == "cuda" else None
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there is a rank to deliver to."""
+        return self._workspace.world_size > 1
+
+    def exchange_counts(self, asked: Sequence[int]) -> ExchangedCounts:
+        """Tell all ranks how many ids this one asks each of them for, [ranks]. Collective."""
+        return ExchangedCounts(asked, self._process_group, self._workspace.device)
 
     def look_up(self, features: KeyedJaggedTensor) -> Tensor:
         """Have kernels look these ids up when they are delivered, in the call that follows; return no rows, [0, columns]."""
@@ -231,36 +259,60 @@ class FusedSequenceDist(nn.Module):
         """
         workspace, features = self._workspace, self._looked_up
         self._looked_up = None
-        if workspace.world_size > 1:
+        if self.has_peers:
             divisor = float(workspace.world_size) if get_gradient_division() else 1.0
-            order, counts = _order(context, rows.device), self._counts(context)
+            exchanged = context.__dict__.get(_COUNTS) or self.exchange_counts(context.input_splits)
+            counts, batch_sizes = exchanged.counts, _batch_sizes(context)
             if features is None:
-                rows = sequence_all_to_all(workspace, rows, order, counts, divisor)
+                rows = sequence_all_to_all(workspace, rows, _offsets(context, rows.device), batch_sizes, counts, divisor)
             else:
-                rows = sequence_lookup_all_to_all(workspace, self._indices(features), order, counts, divisor)
+                rows = sequence_lookup_all_to_all(workspace, *self._ids(features), batch_sizes, counts, divisor)
         permutation = context.unbucketize_permute_tensor
         return NoWait(rows if permutation is None else rows.index_select(0, permutation))
 
-    def _indices(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return the rows of the ids, int64 [n], counted on over all tables, of tables as they are now."""
+    def _ids(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """Return ids and offsets, as FBGEMM looks them up, of tables as they are now."""
         assert self.tables is not None
         with abort_peers_on_error(self._workspace.channel):
             self.tables.attach_to(self._workspace)
         if self._workspace.table is None:
-            return torch.empty(0, dtype=torch.int64, device=self._workspace.device)
+            none = torch.zeros(1, dtype=torch.int64, device=self._workspace.device)
+            return none[:0], none
         (ids,), (offsets,) = self.tables.inputs_without_weights([features.values()], [features.offsets()])
-        of_features = offsets[:: max(1, features.stride())].diff()
-        first_rows = torch.repeat_interleave(self._workspace.feature_first_rows, of_features, output_size=len(ids))
-        return first_rows + ids
+        return ids, offsets
 
-    def _counts(self, context: SequenceShardingContext) -> list[list[int]]:
-        """Return how many ids each rank asks each other one for. Collective."""
-        ranks = self._workspace.world_size
-        with torch.cuda.stream(self._stream):
-            own = torch.tensor(context.input_splits, device=self._workspace.device)
-            of_ranks = own.new_empty(ranks * ranks)
-            dist.all_gather_into_tensor(of_ranks, own, self._process_group)
-            return cast(list[list[int]], of_ranks.view(ranks, ranks).tolist())
+
+class ExchangedCounts:
+    """The ids that ranks ask each other for in one batch: their numbers travel with them, and are read before rows do."""
+
+    def __init__(self, asked: Sequence[int], process_group: dist.ProcessGroup, device: torch.device) -> None:
+        """Collective.
+
+        Args:
+            asked: [ranks]: ids that this rank asks each one for.
+        """
+        ranks, rank = process_group.size(), process_group.rank()
+        own = torch.tensor(asked, dtype=torch.int64).to(device, non_blocking=True)
+        self._of_ranks, self._rank = own.new_empty(ranks, ranks), rank
+        self._event: torch.cuda.Event | None = None
+        # Gloo's own threads go on with it while this one does; on a GPU, the current stream waits.
+        is_on_cpu = device.type == "cpu"
+        self._work = dist.all_gather_into_tensor(self._of_ranks.view(-1), own, process_group, async_op=is_on_cpu)
+        if not is_on_cpu:
+            numbers = numbers_of(self._of_ranks, rank)
+            self._numbers = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True).copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Those of this rank; the host waits until they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+            self._numbers = numbers_of(self._of_ranks, self._rank)
+        return Counts.of(self._numbers.tolist())
 
 
 def _columns(sharding: Any) -> int:
@@ -273,18 +325,23 @@ def _columns(sharding: Any) -> int:
     )
 
 
-def _order(context: SequenceShardingContext, device: torch.device) -> Tensor:
-    """Return the numbers of a rank's rows, which lie feature by feature, by the rank that asked for them."""
-    lengths, ranks, count = context.lengths_after_input_dist, len(context.output_splits), sum(context.output_splits)
-    if not count or lengths is None:
-        return torch.empty(0, dtype=torch.int64, device=device)
+def keep_counts(context: SequenceShardingContext, exchanged: ExchangedCounts) -> None:
+    """Keep the counts of a batch in its context, for the delivery of its rows."""
+    context.__dict__[_COUNTS] = exchanged
+
+
+def _batch_sizes(context: SequenceShardingContext) -> list[int]:
+    """Return the samples of each rank."""
+    lengths, ranks = context.lengths_after_input_dist, len(context.output_splits)
     # After TrainPipelineSparseDist.attach sizes are missing; TorchRec then takes them for equal, too.
-    sizes = list(context.batch_size_per_rank) or [lengths.shape[1] // ranks] * ranks
-    of_parts = torch.stack([part.sum(dim=1) for part in lengths.long().split(sizes, dim=1)], dim=1)  # [features, ranks]
-    begins = (of_parts.flatten().cumsum(0) - of_parts.flatten()).view_as(of_parts)
-    by_rank = of_parts.T.flatten()
-    shifts = begins.T.flatten() - (by_rank.cumsum(0) - by_rank)
-    return torch.repeat_interleave(shifts, by_rank, output_size=count) + torch.arange(count, device=device)
+    return list(context.batch_size_per_rank) or [0 if lengths is None else lengths.shape[1] // ranks] * ranks
+
+
+def _offsets(context: SequenceShardingContext, device: torch.device) -> Tensor:
+    """Return where the ids of each sample begin, feature by feature, and the end."""
+    if context.lengths_after_input_dist is None:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    return offsets_of(context.lengths_after_input_dist.flatten())
 
 
 def _kernels_read(sharding: Any, tables: Sequence[TableSettings]) -> bool:

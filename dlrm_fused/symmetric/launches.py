@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 V = TypeVar("V")
@@ -40,9 +41,16 @@ class Remembered(dict[Hashable, V]):
 
 def layout_of(*tensors: Tensor | None) -> Hashable:
     """Return the properties of tensors by which they are checked and kernels compiled; equal ones can be treated alike."""
-    return tuple(
-        [t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % _ALIGNMENT == 0) for t in tensors]
-    )
+    return tuple([t if t is None else (t.shape, t.stride(), *_kind_of(t)) for t in tensors])
+
+
+def kinds_of(*tensors: Tensor | None) -> Hashable:
+    """Return the properties of tensors by which kernels are compiled that get shapes and strides as numbers."""
+    return tuple([t if t is None else _kind_of(t) for t in tensors])
+
+
+def _kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    return tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNMENT == 0
 
 
 def aligned(tensor: Tensor) -> Tensor:

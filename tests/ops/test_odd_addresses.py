@@ -62,12 +62,14 @@ def experts(group: SymmetricGroup) -> tuple[Callable[..., Any], list[Tensor]]:
 
 def sequences(group: SymmetricGroup) -> tuple[Callable[..., Any], list[Tensor]]:
     workspace = SequenceWorkspace(group, 16, name="sequences", output_dtype=HALF, forward_wire=HALF, backward_wire=HALF)
-    counts, order = [[3, 5]] * RANKS, torch.arange(6 if group.rank == 0 else 10)
+    counts = [[3, 5]] * RANKS
+    count = counts[0][group.rank]
+    offsets = torch.tensor([0, count, 2 * count])  # a feature, and a sample of each rank
 
     def run(*rows: Tensor) -> Tensor:
-        return torch.stack([sequence_all_to_all(workspace, own, order, counts) for own in rows]).sum(dim=0)
+        return torch.stack([sequence_all_to_all(workspace, own, offsets, [1] * RANKS, counts) for own in rows]).sum(dim=0)
 
-    return run, [drawn(len(order), 16), drawn(len(order), 16)]
+    return run, [drawn(2 * count, 16), drawn(2 * count, 16)]
 
 
 OPERATORS: dict[str, Callable[[SymmetricGroup], tuple[Callable[..., Any], list[Tensor]]]] = {

@@ -21,7 +21,7 @@ from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.hosts import Hosts
-from dlrm_fused.symmetric.launches import ceil_div, layout_of, next_power_of_2
+from dlrm_fused.symmetric.launches import ceil_div, kinds_of, next_power_of_2
 
 # The tile of a program: bytes of a row at a time, and rows, whose loads and stores are in flight together.
 _ROW_BYTES, _ROWS = 2048, 8
@@ -197,7 +197,8 @@ class _Call:
         items, width = targets.numel(), source.shape[1]
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
         chosen = self.source_rows
-        layout = layout_of(source, targets, scale, chosen), self.repeats, self.destinations_at is None, self.dtype
+        kinds = kinds_of(source, targets, scale, chosen)
+        layout = kinds, source.stride(0), width, self.repeats, self.destinations_at is None, self.dtype
         window.channel.launches(
             layout, scatter_rows_kernel, (max(1, min(ceil_div(items, _ROWS), most)),),
             source, source.stride(0), targets if chosen is None else chosen, targets if scale is None else scale, targets,

@@ -13,4 +13,6 @@ Source of the layout: TorchRec's ``SequenceEmbeddingsAllToAll``, which it replac
 from dlrm_fused.ops.sequence_all_to_all.lookup import sequence_lookup_all_to_all as sequence_lookup_all_to_all
 from dlrm_fused.ops.sequence_all_to_all.op import sequence_all_to_all as sequence_all_to_all
 from dlrm_fused.ops.sequence_all_to_all.reference import reference as reference
+from dlrm_fused.ops.sequence_all_to_all.workspace import Counts as Counts
 from dlrm_fused.ops.sequence_all_to_all.workspace import SequenceWorkspace as SequenceWorkspace
+from dlrm_fused.ops.sequence_all_to_all.workspace import numbers_of as numbers_of

@@ -18,15 +18,17 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, sort_lookup
-from dlrm_fused.ops.sequence_all_to_all.op import check_call, receive_gradient, send
-from dlrm_fused.ops.sequence_all_to_all.workspace import SequenceWorkspace
+from dlrm_fused.ops.sequence_all_to_all.op import check_call, numbers_in, receive_gradient, send
+from dlrm_fused.ops.sequence_all_to_all.places import place_rows
+from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 
 
 def sequence_lookup_all_to_all(
     workspace: SequenceWorkspace,
     indices: Tensor,
-    order: Tensor,
-    counts: Sequence[Sequence[int]],
+    offsets: Tensor,
+    batch_sizes: Sequence[int],
+    counts: Counts | Sequence[Sequence[int]],
     gradient_divisor: float = 1.0,
 ) -> Tensor:
     """Look up rows of this rank's tables, and deliver them to the ranks that asked for them. Collective.
@@ -35,64 +37,81 @@ def sequence_lookup_all_to_all(
 
     Args:
         workspace: with tables attached, but on a rank that has none.
-        indices: int64 [n]: for each id that this rank was asked for, in any order, its row, counted on over all tables.
-        order, counts, gradient_divisor: as of :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all`.
+        indices: int32 or int64 [n]: the ids that this rank was asked for, rows of their feature's table, in the order of
+            ``offsets``.
+        offsets, batch_sizes, counts, gradient_divisor: as of
+            :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all`.
 
     Returns, Raises:
         As :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all`.
     """
-    flat = [count for of_rank in counts for count in of_rank]
-    output, _ = _sequence_lookup(workspace.anchor, indices, order, flat, float(gradient_divisor), workspace.handle)
+    inputs = indices, offsets, list(batch_sizes), numbers_in(workspace, counts), float(gradient_divisor), workspace.handle
+    output, *_ = _sequence_lookup(workspace.anchor, *inputs)
     return output
 
 
-_ARGUMENTS = "Tensor indices, Tensor order, int[] counts, float gradient_divisor, int handle"
-# The second result is as that of sequence_all_to_all. The backward pass updates the tables of the workspace.
-torch.library.define("dlrm_fused::sequence_lookup_all_to_all", f"(Tensor anchor, {_ARGUMENTS}) -> (Tensor, Tensor)")
+_ARGUMENTS = "Tensor offsets, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
+# The second result is as that of sequence_all_to_all; the third has the rows that were looked up, counted on over all tables.
+# The backward pass updates the tables of the workspace.
 torch.library.define(
-    "dlrm_fused::sequence_lookup_all_to_all_backward", f"(Tensor gradient, Tensor destinations, {_ARGUMENTS}) -> Tensor"
+    "dlrm_fused::sequence_lookup_all_to_all", f"(Tensor anchor, Tensor indices, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+)
+torch.library.define(
+    "dlrm_fused::sequence_lookup_all_to_all_backward",
+    f"(Tensor gradient, Tensor destinations, Tensor rows, {_ARGUMENTS}) -> Tensor",
 )
 
 
 def _look_up(
-    anchor: Tensor, indices: Tensor, order: Tensor, flat: list[int], gradient_divisor: float, handle: int
-) -> tuple[Tensor, Tensor]:
-    workspace = SequenceWorkspace.of(handle)
+    anchor: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    batch_sizes: list[int],
+    numbers: list[int],
+    gradient_divisor: float,
+    handle: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    workspace, counts = SequenceWorkspace.of(handle), Counts.of(numbers)
     workspace.begin_call()
-    with workspace.checks(flat):
-        counts = check_call(workspace, order, flat, gradient_divisor)
-        check_tensor(workspace, "indices", indices, torch.int64, (counts.sent[-1],))
+    with workspace.checks(counts):
+        check_call(workspace, offsets, batch_sizes, counts, gradient_divisor)
+        dtype = torch.int32 if indices.dtype == torch.int32 else torch.int64
+        check_tensor(workspace, "indices", indices, dtype, (counts.sent_bounds[-1],))
         if workspace.table is None and len(indices):
             raise UsageError(f"{workspace.name}: {len(indices)} indices, but no tables; attach them first")
+        features = len(workspace.feature_first_rows)
+        if len(indices) and offsets.numel() - 1 != features * sum(batch_sizes):
+            raise UsageError(f"{workspace.name}: {offsets.numel()} offsets; needed: those of {features} features, and the end")
+    targets, rows = place_rows(offsets, batch_sizes, counts, indices, workspace.feature_first_rows)
+    assert rows is not None
     if workspace.table is None:
         source = torch.empty(0, workspace.width, dtype=workspace.forward_wire, device=workspace.device)
     else:
-        begin, rows = workspace.table.offsets[0], workspace.table.total_rows
-        source = workspace.table.weights[begin : begin + rows * workspace.width].view(rows, workspace.width)
-    return send(workspace, counts, order, source, indices)
+        begin, of_tables = workspace.table.offsets[0], workspace.table.total_rows
+        source = workspace.table.weights[begin : begin + of_tables * workspace.width].view(of_tables, workspace.width)
+    return *send(workspace, counts, offsets, batch_sizes, source, rows, targets), rows
 
 
 def _update(
     gradient: Tensor,
     destinations: Tensor,
-    indices: Tensor,
-    order: Tensor,
-    flat: list[int],
+    rows: Tensor,
+    offsets: Tensor,
+    batch_sizes: list[int],
+    numbers: list[int],
     gradient_divisor: float,
     handle: int,
 ) -> Tensor:
     workspace = SequenceWorkspace.of(handle)
     workspace.begin_call()
-    arrived = receive_gradient(workspace, gradient, destinations, order, flat)
+    arrived = receive_gradient(workspace, gradient, destinations, offsets, batch_sizes, Counts.of(numbers))
     table = workspace.table
     if table is not None and table.optimizer is not None:
         # Bags of one, so that each row of the gradient belongs to one index.
-        offsets = torch.arange(len(indices) + 1, device=indices.device)
-        in_order = sort_lookup(table, indices, offsets)
+        of_rows = torch.arange(len(rows) + 1, device=rows.device)
+        in_order = sort_lookup(table, rows, of_rows)
         # Gradients that a peer has failed to send must not reach the tables.
-        apply_gradients(
-            table, in_order, arrived, indices, offsets, None, 1 / gradient_divisor, cancelled=workspace.channel.fault
-        )
+        apply_gradients(table, in_order, arrived, rows, of_rows, None, 1 / gradient_divisor, cancelled=workspace.channel.fault)
     return torch.empty(0, device=workspace.device)
 
 
@@ -101,12 +120,11 @@ torch.library.impl("dlrm_fused::sequence_lookup_all_to_all_backward", ["cpu", "c
 
 @torch.library.register_fake("dlrm_fused::sequence_lookup_all_to_all")
 def _fake_forward(
-    anchor: Tensor, indices: Tensor, order: Tensor, flat: list[int], _: float, handle: int
-) -> tuple[Tensor, Tensor]:
-    workspace = SequenceWorkspace.of(handle)
-    count = sum(flat[workspace.rank * workspace.world_size : (workspace.rank + 1) * workspace.world_size])
+    anchor: Tensor, indices: Tensor, offsets: Tensor, batch_sizes: list[int], numbers: list[int], _: float, handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    workspace, count = SequenceWorkspace.of(handle), sum(Counts.of(numbers).asked)
     output = anchor.new_empty((count, workspace.width), dtype=workspace.output_dtype)
-    return output, indices.new_empty(count, dtype=torch.int32)
+    return output, indices.new_empty(count, dtype=torch.int32), indices.new_empty(len(indices), dtype=torch.int64)
 
 
 @torch.library.register_fake("dlrm_fused::sequence_lookup_all_to_all_backward")
@@ -114,17 +132,17 @@ def _fake_backward(gradient: Tensor, *_: Any) -> Tensor:
     return gradient.new_empty(0, dtype=torch.float32)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, indices, order, *ctx.rest = inputs
-    ctx.mark_non_differentiable(output[1])
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, _, offsets, *ctx.rest = inputs
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], indices, order)
+    ctx.save_for_backward(*output[1:], offsets)
 
 
-def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    assert gradient is not None, "the destinations have no gradient"
+def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    assert gradient is not None, "destinations and rows have no gradient"
     backward = torch.ops.dlrm_fused.sequence_lookup_all_to_all_backward
-    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None, None
 
 
 _sequence_lookup = Operator("dlrm_fused::sequence_lookup_all_to_all", _look_up, _differentiate, _save_for_backward)

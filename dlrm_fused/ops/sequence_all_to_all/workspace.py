@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
-from dlrm_fused.ops.common.workspace import Workspace, asked_of_all_ranks, check_counts, check_dtype, fingerprint_of
+from dlrm_fused.ops.common.workspace import Workspace, asked_of_all_ranks, check_counts, check_dtype
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import round_up, uses_kernels
@@ -21,43 +23,61 @@ from dlrm_fused.symmetric.device import round_up, uses_kernels
 _ROW_BYTES = 16
 # Memory is made larger by more than is needed, so that batches which grow little by little do not make it anew every time.
 _SPARE = 1.25
+_FINGERPRINTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The rows that every rank asks every other one for, in one call.
+    """The rows that this rank and every other one ask each other for, in one call.
 
     Attributes:
-        asked: [ranks][ranks]: of rank i from rank j.
-        rank: this one.
+        asked: [ranks]: that this rank asks each one for.
+        sent: [ranks]: that each one asks this one for.
+        first_rows: [ranks]: where this rank's rows begin among those that each one receives.
+        most_rows: the most that a rank receives, forward or backward; at least 1, and equal on all ranks.
+        fingerprint: equal on ranks that agree on all counts.
     """
 
-    asked: tuple[tuple[int, ...], ...]
-    rank: int
+    asked: tuple[int, ...]
+    sent: tuple[int, ...]
+    first_rows: tuple[int, ...]
+    most_rows: int
+    fingerprint: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Self:
+        """Return those of :func:`numbers_of`, or :attr:`numbers`."""
+        ranks = len(numbers) // 3
+        asked, sent, first_rows = (tuple(numbers[i * ranks : (i + 1) * ranks]) for i in range(3))
+        return cls(asked, sent, first_rows, *numbers[3 * ranks :])
+
+    @property
+    def numbers(self) -> list[int]:
+        """[3 * ranks + 2], as an operator of PyTorch takes them."""
+        return [*self.asked, *self.sent, *self.first_rows, self.most_rows, self.fingerprint]
 
     @cached_property
-    def received(self) -> list[int]:
+    def received_bounds(self) -> list[int]:
         """[ranks + 1], where the rows of each rank begin among those that this one asked for, and the end."""
-        return [0, *itertools.accumulate(self.asked[self.rank])]
+        return [0, *itertools.accumulate(self.asked)]
 
     @cached_property
-    def sent(self) -> list[int]:
+    def sent_bounds(self) -> list[int]:
         """[ranks + 1], where those of each asking rank begin in the order of what this one was asked for, and the end."""
-        return [0, *itertools.accumulate(asked[self.rank] for asked in self.asked)]
+        return [0, *itertools.accumulate(self.sent)]
 
-    @cached_property
-    def most_rows(self) -> int:
-        """Return the most rows that a rank receives, forward or backward; at least 1."""
-        return max(1, *map(sum, self.asked), *map(sum, zip(*self.asked, strict=True)))
 
-    @cached_property
-    def fingerprint(self) -> int:
-        """Equal on ranks that agree on all counts."""
-        return fingerprint_of(self.asked)
+def numbers_of(asked: Tensor, rank: int) -> Tensor:
+    """Return the counts of a rank as numbers, int64 [3 * ranks + 2]; see :class:`Counts`.
 
-    def first_at(self, asking: int) -> int:
-        """Return where this rank's rows begin among those that rank ``asking`` receives."""
-        return sum(self.asked[asking][: self.rank])
+    Args:
+        asked: int64 [ranks, ranks]: how many rows rank i asks rank j for.
+    """
+    most = torch.maximum(asked.sum(0).max(), asked.sum(1).max()).clamp_(min=1)
+    # Numbers of different places count differently, and the sum stays within 31 bits.
+    places = torch.arange(1, asked.numel() + 1, device=asked.device)
+    fingerprint = (asked.flatten() * places % _FINGERPRINTS).sum() % _FINGERPRINTS
+    return torch.cat([asked[rank], asked[:, rank], asked[:, :rank].sum(1), torch.stack([most, fingerprint])])
 
 
 class SequenceWorkspace(Workspace):
@@ -133,30 +153,26 @@ class SequenceWorkspace(Workspace):
     def counts(self, asked: Sequence[Sequence[int]]) -> Counts:
         """Return the counts of a call.
 
+        Args:
+            asked: [ranks][ranks]: rows that rank i asks rank j for; equal on all ranks.
+
         Raises:
-            UsageError: if there is not a number, at least 0, for each two ranks, or ranks receive too many rows together.
+            UsageError: if there is not a number, at least 0, for each two ranks.
         """
-        counts = Counts(tuple(map(tuple, asked)), self.rank)
         ranks = self.world_size
-        if len(counts.asked) != ranks or any(len(of_rank) != ranks or min(of_rank) < 0 for of_rank in counts.asked):
+        if len(asked) != ranks or any(len(of_rank) != ranks or min(of_rank) < 0 for of_rank in asked):
             raise UsageError(
                 f"{self.name}: counts={list(asked)}; needed: {ranks} numbers, at least 0, for each of {ranks} ranks"
             )
-        if ranks * counts.most_rows >= 2**31:
-            raise UsageError(f"{self.name}: a rank receives {counts.most_rows} rows; needed: less than 2**31 / {ranks}")
-        return counts
+        return Counts.of(numbers_of(torch.tensor(asked, dtype=torch.int64), self.rank).tolist())
 
-    def checks(self, flat: Sequence[int]) -> AbstractContextManager[None]:
+    def checks(self, counts: Counts) -> AbstractContextManager[None]:
         """Return a context for the checks of a call. When one of them raises UsageError, no rank goes on.
 
-        Args:
-            flat: the counts, rank after rank. Where they need more memory, all ranks are asked before it is allocated.
+        Where the counts need more memory, all ranks are asked before it is allocated.
         """
-        ranks = self.world_size
-        by_asking = [sum(flat[i * ranks : (i + 1) * ranks]) for i in range(ranks)]
-        most = max(*by_asking, *(sum(flat[i::ranks]) for i in range(ranks)))
-        if self._pool is None or most > self._most_rows:
-            return asked_of_all_ranks(self, "counts", list(flat))
+        if self._pool is None or counts.most_rows > self._most_rows:
+            return asked_of_all_ranks(self, "counts", (counts.most_rows, counts.fingerprint))
         return abort_peers_on_error(self.channel)
 
     def pool(self, counts: Counts) -> BlockPool:

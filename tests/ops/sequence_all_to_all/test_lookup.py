@@ -35,8 +35,17 @@ def tables_of(rank: int, dtype: torch.dtype = torch.float32) -> LocalTables:
 
 
 def indices_of(call: Call, rank: int, seed: int) -> Tensor:
-    """The rows that a rank is asked for."""
-    return torch.randint(sum(ROWS), (len(call.rows[rank]),), generator=torch.Generator().manual_seed(1000 * seed + rank))
+    """The ids that a rank is asked for."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    of_features = [ROWS[table] for table in tables_of(rank).feature_tables]
+    counts = call.lengths[rank].sum(dim=1).tolist()
+    return torch.cat([torch.randint(rows, (n,), generator=generator) for rows, n in zip(of_features, counts, strict=True)])
+
+
+def rows_read(call: Call, rank: int, seed: int) -> Tensor:
+    """The rows of the ids, counted on over all tables."""
+    firsts = torch.tensor([(0, ROWS[0])[table] for table in tables_of(rank).feature_tables])
+    return indices_of(call, rank, seed) + firsts.repeat_interleave(call.lengths[rank].sum(dim=1))
 
 
 def rows_of(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,12 +58,12 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
     with cpu_group() as group:
         workspace = new_workspace(group)
         for seed in seeds:
-            drawn, tables = Call.draw(group.world_size, seed), tables_of(group.rank, dtype)
+            drawn, tables = Call.draw(group.world_size, seed, features=3), tables_of(group.rank, dtype)
             # Only the numbers of rows are those of the draw: here all rows come from tables.
-            of_ranks = [indices_of(drawn, rank, seed) for rank in range(group.world_size)]
+            of_ranks = [rows_read(drawn, rank, seed) for rank in range(group.world_size)]
             call = drawn._replace(rows=[rows_of(rank, dtype)[own] for rank, own in enumerate(of_ranks)])
             workspace.attach_tables([tables])
-            result = sequence_lookup_all_to_all(workspace, of_ranks[group.rank], call.orders[group.rank], call.counts, 2.0)
+            result = sequence_lookup_all_to_all(workspace, indices_of(call, group.rank, seed), *call.arguments(group.rank), 2.0)
             if not torch.equal(result, torch.cat(call.pieces(group.rank))):
                 wrong.append(f"rows of {seed}")
             result.backward(call.gradients[group.rank])
@@ -76,10 +85,11 @@ def test_rows_come_from_tables_and_gradients_update_them(hosts: tuple[int, ...],
 
 def opcheck() -> None:
     with cpu_group() as group:
-        workspace, call = new_workspace(group), Call.draw(group.world_size, 7)
+        workspace, call = new_workspace(group), Call.draw(group.world_size, 7, features=3)
         workspace.attach_tables([tables_of(group.rank)])
-        flat = [count for of_rank in call.counts for count in of_rank]
-        inputs = workspace.anchor, indices_of(call, group.rank, 7), call.orders[group.rank], flat, 1.0, workspace.handle
+        offsets, batch_sizes, counts = call.arguments(group.rank)
+        numbers = workspace.counts(counts).numbers
+        inputs = workspace.anchor, indices_of(call, group.rank, 7), offsets, batch_sizes, numbers, 1.0, workspace.handle
         # Updates of tables are no results: what compares results of several calls would see tables that have changed.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.dlrm_fused.sequence_lookup_all_to_all.default, inputs, test_utils=checks)
@@ -92,11 +102,11 @@ def test_opcheck() -> None:
 
 def error_without_tables() -> str:
     with cpu_group() as group:
-        workspace, call = new_workspace(group), Call.draw(group.world_size, 9)
+        workspace, call = new_workspace(group), Call.draw(group.world_size, 7, features=3)
         if group.rank == 0:
             workspace.attach_tables([tables_of(0)])
         try:
-            sequence_lookup_all_to_all(workspace, indices_of(call, group.rank, 9), call.orders[group.rank], call.counts)
+            sequence_lookup_all_to_all(workspace, indices_of(call, group.rank, 7), *call.arguments(group.rank))
         except (UsageError, CommunicationError) as error:
             return f"{type(error).__name__}: {error}"
         return "no error"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
+from dlrm_fused.ops.sequence_all_to_all.op import check_call
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import cpu_group, on_hosts, run_program, run_ranks
@@ -33,41 +34,57 @@ class Call(NamedTuple):
     Attributes:
         counts: [ranks][ranks]: rows that rank i asks rank j for.
         rows: of each rank, those that it was asked for.
-        orders: of each rank, as the operator takes it.
+        lengths: of each rank, [features, bags].
+        batch_sizes: bags of each rank.
         gradients: of each rank's output.
     """
 
     counts: list[list[int]]
     rows: list[Tensor]
-    orders: list[Tensor]
+    lengths: list[Tensor]
+    batch_sizes: list[int]
     gradients: list[Tensor]
 
     @classmethod
-    def draw(cls, ranks: int, seed: int, dtype: torch.dtype = torch.float32) -> Call:
-        """Draw the same call on all ranks; some ask for nothing, or are asked for nothing."""
-        most = random.Random(seed).choice([0, 1, 7, 40])
-        generator = torch.Generator().manual_seed(seed)
-        counts = torch.randint(0, most + 1, (ranks, ranks), generator=generator)
-        counts[seed % ranks] *= seed % 3 > 0
-        counts[:, (seed + 1) % ranks] *= seed % 4 > 0
-        asked = counts.sum(0).tolist()
-        rows = [torch.randn(n, WIDTH, generator=generator).to(dtype) for n in asked]
-        orders = [torch.randperm(n, generator=generator) for n in asked]
-        gradients = [torch.randn(n, WIDTH, generator=generator).to(dtype) for n in counts.sum(1).tolist()]
-        return cls(counts.tolist(), rows, orders, gradients)
+    def draw(cls, ranks: int, seed: int, dtype: torch.dtype = torch.float32, features: int | None = None) -> Call:
+        """Draw the same call on all ranks; some ask for nothing, are asked for nothing, or have no feature."""
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        batch_sizes = [draw.choice([0, 1, 4]) if seed % 3 == 0 else 3 for _ in range(ranks)]
+        lengths = []
+        for rank in range(ranks):
+            of_rank = draw.choice([0, 1, 3, 5]) if features is None else features
+            most = 0 if (seed + rank) % 5 == 0 else draw.choice([1, 2, 9])
+            lengths.append(torch.randint(0, most + 1, (of_rank, sum(batch_sizes)), generator=generator))
+        asked = [[int(part.sum()) for part in own.split(batch_sizes, dim=1)] for own in lengths]
+        counts = [[of_owner[asking] for of_owner in asked] for asking in range(ranks)]
+        rows = [torch.randn(sum(n), WIDTH, generator=generator).to(dtype) for n in asked]
+        gradients = [torch.randn(sum(n), WIDTH, generator=generator).to(dtype) for n in counts]
+        return cls(counts, rows, lengths, batch_sizes, gradients)
+
+    def offsets(self, owner: int) -> Tensor:
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths[owner].flatten().cumsum(0)])
+
+    def arguments(self, rank: int) -> tuple[Tensor, list[int], list[list[int]]]:
+        """What the operator takes beside the rows."""
+        return self.offsets(rank), self.batch_sizes, self.counts
+
+    def numbers(self, owner: int, asking: int) -> list[int]:
+        """Which rows of a rank go to another one, in their order there."""
+        features, bags = self.lengths[owner].shape
+        first, offsets = sum(self.batch_sizes[:asking]), self.offsets(owner).tolist()
+        own = range(first, first + self.batch_sizes[asking])
+        ranges = [range(offsets[f * bags + bag], offsets[f * bags + bag + 1]) for f in range(features) for bag in own]
+        return [row for rows in ranges for row in rows]
 
     def pieces(self, asking: int) -> list[Tensor]:
         """The rows that a rank gets from each rank."""
-        return [
-            self.rows[owner][self.orders[owner]].split([asked[owner] for asked in self.counts])[asking]
-            for owner in range(len(self.counts))
-        ]
+        return [self.rows[owner][self.numbers(owner, asking)] for owner in range(len(self.counts))]
 
     def gradient_of(self, owner: int) -> Tensor:
         """The undivided gradient of the rows of a rank."""
-        parts = [of_rank.split(asked)[owner] for of_rank, asked in zip(self.gradients, self.counts, strict=True)]
         gradient = torch.empty_like(self.rows[owner])
-        gradient[self.orders[owner]] = torch.cat(parts)
+        for asking, (of_rank, asked) in enumerate(zip(self.gradients, self.counts, strict=True)):
+            gradient[self.numbers(owner, asking)] = of_rank.split(asked)[owner]
         return gradient
 
 
@@ -88,7 +105,7 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
             for seed, call, rows in zip(several, calls, leaves, strict=True):
                 if seed % group.world_size == group.rank:
                     time.sleep(random.Random(seed).random() * 0.01)
-                results.append(sequence_all_to_all(workspace, rows, call.orders[group.rank], call.counts, DIVISOR))
+                results.append(sequence_all_to_all(workspace, rows, *call.arguments(group.rank), DIVISOR))
             for seed, call, rows, result in reversed(list(zip(several, calls, leaves, results, strict=True))):
                 result.backward(call.gradients[group.rank])
                 expected = (call.gradient_of(group.rank) / DIVISOR).to(dtype)
@@ -121,10 +138,10 @@ def differences_from_the_reference(seeds: Sequence[int]) -> list[int]:
         workspace, found = new_workspace(group), []
         for seed in seeds:
             call = Call.draw(group.world_size, seed)
-            order, gradient = call.orders[group.rank], call.gradients[group.rank]
+            gradient = call.gradients[group.rank]
             ours, theirs = (call.rows[group.rank].clone().requires_grad_() for _ in range(2))
-            result = sequence_all_to_all(workspace, ours, order, call.counts)
-            expected = reference(dist.group.WORLD, theirs, order, call.counts)
+            result = sequence_all_to_all(workspace, ours, *call.arguments(group.rank))
+            expected = reference(dist.group.WORLD, theirs, *call.arguments(group.rank))
             result.backward(gradient)
             expected.backward(gradient)
             if not (torch.equal(result, expected) and torch.equal(ours.grad, theirs.grad)):
@@ -144,7 +161,7 @@ def rounded_by_the_wire() -> bool:
         rows.data[:1] = 1e9
         call.rows[group.rank].copy_(rows.data)
         gradient = call.gradients[group.rank] * 1e5  # beyond the largest of fp16
-        result = sequence_all_to_all(workspace, rows, call.orders[group.rank], call.counts)
+        result = sequence_all_to_all(workspace, rows, *call.arguments(group.rank))
         result.backward(gradient)
         assert result.dtype == rows.grad.dtype == torch.float32
         sent = call._replace(gradients=[(of_rank * 1e5).clamp(-65504, 65504).half().float() for of_rank in call.gradients])
@@ -162,9 +179,9 @@ def inference_before_training() -> bool:
         workspace = new_workspace(group)
         small, large = Call.draw(group.world_size, 5), Call.draw(group.world_size, 9)  # the memory grows in between
         with torch.inference_mode():
-            first = sequence_all_to_all(workspace, small.rows[group.rank], small.orders[group.rank], small.counts)
+            first = sequence_all_to_all(workspace, small.rows[group.rank], *small.arguments(group.rank))
         rows = large.rows[group.rank].requires_grad_()
-        result = sequence_all_to_all(workspace, rows, large.orders[group.rank], large.counts)
+        result = sequence_all_to_all(workspace, rows, *large.arguments(group.rank))
         result.backward(large.gradients[group.rank])
         assert rows.grad is not None
         return torch.equal(first, torch.cat(small.pieces(group.rank))) and torch.equal(rows.grad, large.gradient_of(group.rank))
@@ -179,8 +196,8 @@ def opcheck() -> None:
         workspace = new_workspace(group)
         call = Call.draw(group.world_size, 9)
         rows = call.rows[group.rank].requires_grad_()
-        flat = [count for of_rank in call.counts for count in of_rank]
-        arguments = rows, call.orders[group.rank], flat, DIVISOR, workspace.handle
+        offsets, batch_sizes, counts = call.arguments(group.rank)
+        arguments = rows, offsets, batch_sizes, workspace.counts(counts).numbers, DIVISOR, workspace.handle
         torch.library.opcheck(torch.ops.dlrm_fused.sequence_all_to_all.default, arguments)
 
 
@@ -194,15 +211,15 @@ def error_of_a_call(is_refused: bool) -> str:
     with process_group(rank, torch.device("cpu")):
         workspace = new_workspace(symmetric_group())
         call = Call.draw(rank.world_size, 9)
-        sequence_all_to_all(workspace, call.rows[rank.index], call.orders[rank.index], call.counts)
-        rows, order, counts = call.rows[rank.index], call.orders[rank.index], call.counts
+        sequence_all_to_all(workspace, call.rows[rank.index], *call.arguments(rank.index))
+        rows, (offsets, batch_sizes, counts) = call.rows[rank.index], call.arguments(rank.index)
         if rank.index == 1 and is_refused:
             rows = rows.double()
         elif rank.index == 1:
             counts = [[counts[0][0] + 1, *counts[0][1:]], *counts[1:]]
         answer = "no error"
         try:
-            sequence_all_to_all(workspace, rows, order, counts)
+            sequence_all_to_all(workspace, rows, offsets, batch_sizes, counts)
         except (UsageError, CommunicationError) as error:
             answer = f"{type(error).__name__}: {error}"
         dist.barrier()  # who ends earlier is taken for lost
@@ -230,7 +247,6 @@ def test_ranks_with_other_counts_are_told_at_once() -> None:
         ([[1, 2]], "needed: 2 numbers, at least 0, for each of 2 ranks"),
         ([[1, 2], [1]], "needed: 2 numbers, at least 0, for each of 2 ranks"),
         ([[1, -1], [0, 0]], "needed: 2 numbers, at least 0, for each of 2 ranks"),
-        ([[2**30, 0], [0, 0]], "needed: less than 2**31 / 2"),
     ],
     ids=str,
 )
@@ -239,8 +255,25 @@ def test_wrong_counts(counts: list[list[int]], message: str) -> None:
         SequenceWorkspace.counts(_TwoRanks(), counts)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("count", "offsets", "batch_sizes", "message"),
+    [
+        (2**30, [0, 2**30], [1, 0], "a rank receives 1073741824 rows; needed: less than 2**31 / 2"),
+        (3, [0, 3], [1], "batch_sizes=[1]; needed: a number, at least 0, for each of 2 ranks"),
+        (3, [0, 1, 2, 3], [1, 1], "offsets has shape [4], strides (1,); needed: [3]"),
+        (3, [0], [1, 1], "3 ids, but offsets of no feature; counts=[3, 0]"),
+        (3, [0.0, 3.0], [1, 0], "offsets is torch.float32; needed: torch.int32 or torch.int64"),
+    ],
+    ids=str,
+)
+def test_wrong_calls(count: int, offsets: list[float], batch_sizes: list[int], message: str) -> None:
+    counts = SequenceWorkspace.counts(_TwoRanks(), [[count, 0], [0, 0]])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_call(_TwoRanks(), torch.tensor(offsets), batch_sizes, counts, 1.0)  # type: ignore[arg-type]
+
+
 class _TwoRanks:
-    name, rank, world_size = "sequences", 0, 2
+    name, rank, world_size, device = "sequences", 0, 2, torch.device("cpu")
 
 
 def call_until_rank_1_is_killed() -> None:
@@ -253,7 +286,7 @@ def call_until_rank_1_is_killed() -> None:
             call = Call.draw(rank.world_size, number)
             rows = call.rows[rank.index].requires_grad_()
             try:
-                sequence_all_to_all(workspace, rows, call.orders[rank.index], call.counts).sum().backward()
+                sequence_all_to_all(workspace, rows, *call.arguments(rank.index)).sum().backward()
             except CommunicationError as error:
                 print(error, flush=True)
                 os._exit(0)  # the process group would wait for the rank that is gone
