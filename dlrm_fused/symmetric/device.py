@@ -339,8 +339,12 @@ def _wait_for_all(channel, words, there, value):
 
 @triton.jit
 def announced_offset(channel, peer):
-    """Return the bytes at which ``peer`` receives in this epoch; only after :func:`wait_until_ready` in the same program."""
-    return (tl.load(channel.flags + peer, volatile=True) & 0xFFFFFFFF) * OFFSET_UNIT
+    """Return the bytes at which ``peer`` receives in this epoch; only after :func:`wait_until_ready` in the same program.
+
+    A plain load, which the L1 cache serves: loops look here for each tile, and loads that go around the cache would all meet at
+    one line of L2, behind the tile's stores. It sees what has been announced, since the program's wait is an acquire.
+    """
+    return (tl.load(channel.flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
 
 
 @triton.jit

@@ -212,7 +212,8 @@ _BOUNDED = {
         "product = product_of_tile(": _DIMENSION,
     },
     "ops/common/scatter_rows.py": {
-        "for first in range(tl.program_id(0) * ROWS": _ITEMS,
+        "items_of_program = tl.cdiv(tl.cdiv(items, ROWS)": _ITEMS,
+        "begin_of_program = tl.program_id(0) * items_of_program": _ITEMS,
         "places = (block + row * (width *": "bytes of a row",
     },
     "ops/embedding_all_to_all/kernel.py": {

@@ -73,6 +73,8 @@ from dlrm_fused.ops.moe import dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
+from dlrm_fused.ops.sequence_all_to_all import places
+from dlrm_fused.ops.sequence_all_to_all.workspace import Counts
 from dlrm_fused.symmetric import device, device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
@@ -224,6 +226,12 @@ def launch_chosen_rows() -> None:
     scatter.scatter_rows(
         rows(torch.float16), chosen.int(), window(), rows_per_rank=99, source_rows=chosen, dtype=SINGLE, destinations_at=8192
     )
+
+
+def launch_place_rows(with_lookup: bool) -> None:
+    counts = Counts(asked=(3, 1), sent=(2, 4), first_rows=(0, 3), most_rows=6, fingerprint=1)
+    offsets, ids = torch.zeros(2 * 5 + 1, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    places.place_rows(offsets, [2, 3], counts, *((ids, torch.zeros(2, dtype=torch.int64)) if with_lookup else ()))
 
 
 def launch_route() -> None:
@@ -495,6 +503,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
     "scatter_rows_fp32": (lambda: launch_scatter_rows(SINGLE, None, 8192), {"scatter_rows_kernel"}),
     "scatter_chosen_rows": (launch_chosen_rows, {"scatter_rows_kernel"}),
+    "place_rows": (lambda: launch_place_rows(False), {"place_rows_kernel"}),
+    "place_rows_of_tables": (lambda: launch_place_rows(True), {"place_rows_kernel"}),
     "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_kernel"}),
     "hidden_layer": (lambda: launch_hidden_layer("silu", TILE_ROWS), OF_HIDDEN_LAYER),
     "hidden_layer_of_few_rows": (lambda: launch_hidden_layer("silu", 16), OF_HIDDEN_LAYER),

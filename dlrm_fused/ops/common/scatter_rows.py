@@ -23,10 +23,12 @@ from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_ke
 from dlrm_fused.symmetric.hosts import Hosts
 from dlrm_fused.symmetric.launches import ceil_div, kinds_of, next_power_of_2
 
-# The tile of a program: bytes of a row at a time, and rows, whose loads and stores are in flight together.
-_ROW_BYTES, _ROWS = 2048, 8
+# The tile of a program: bytes of a row at a time, and of all of its rows, whose loads and stores are in flight together.
+_ROW_BYTES, _TILE_BYTES = 2048, 16384
+# More rows of a tile would not be faster, and few rows would occupy few programs.
+_MOST_ROWS = 16
 # Enough stores in flight for the links of one GPU, also where other kernels hold some multiprocessors.
-_PROGRAMS_OF_MULTIPROCESSOR = 4
+_PROGRAMS_OF_MULTIPROCESSOR = 8
 _CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "receive_offset", "fingerprint"]
 
 
@@ -37,12 +39,16 @@ def scatter_rows_kernel(
     REPEATS: tl.constexpr, CHOSEN: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`scatter_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
+    """See :func:`scatter_rows`. A program stores rows that follow each other, so that all ranks are stored to at any time, also
+    where rows are in the order of their ranks."""
     epoch = begin(channel, receive_offset, fingerprint)
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
-    for first in range(tl.program_id(0) * ROWS, items, tl.num_programs(0) * ROWS):
+    items_of_program = tl.cdiv(tl.cdiv(items, ROWS), tl.num_programs(0)) * ROWS
+    begin_of_program = tl.program_id(0) * items_of_program
+    end_of_program = tl.minimum(items, begin_of_program + items_of_program)
+    for first in range(begin_of_program, end_of_program, ROWS):
         item = first + tl.arange(0, ROWS)
-        target = tl.load(targets + item, mask=(item < items) & are_ready, other=-1)
+        target = tl.load(targets + item, mask=(item < end_of_program) & are_ready, other=-1)
         peer = tl.where(target >= 0, target // rows_per_rank, 0)
         # Slices take what goes to other hosts, whose ranks have no address here.
         is_sent = (target >= 0) & (tl.load(addresses + peer) != 0)
@@ -195,18 +201,20 @@ class _Call:
     def store_by_kernel(self) -> None:
         source, targets, scale, window = self.source, self.targets, self.scale, self.window
         items, width = targets.numel(), source.shape[1]
+        columns = min(next_power_of_2(width), _ROW_BYTES // source.element_size())
+        rows = min(_MOST_ROWS, _TILE_BYTES // (columns * source.element_size()))
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
         chosen = self.source_rows
         kinds = kinds_of(source, targets, scale, chosen)
         layout = kinds, source.stride(0), width, self.repeats, self.destinations_at is None, self.dtype
         window.channel.launches(
-            layout, scatter_rows_kernel, (max(1, min(ceil_div(items, _ROWS), most)),),
+            layout, scatter_rows_kernel, (max(1, min(ceil_div(items, rows), most)),),
             source, source.stride(0), targets if chosen is None else chosen, targets if scale is None else scale, targets,
             items, width, self.rows_per_rank, self.destinations_at or 0, self.first_destination, window.memory.addresses,
             window.offset, window.channel.args, window.fingerprint,
             REPEATS=self.repeats, CHOSEN=chosen is not None, SCALED=scale is not None,
-            TELLS_DESTINATION=self.destinations_at is not None, DTYPE=TRITON_DTYPES[self.dtype], ROWS=_ROWS,
-            COLUMNS=min(next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
+            TELLS_DESTINATION=self.destinations_at is not None, DTYPE=TRITON_DTYPES[self.dtype], ROWS=rows,
+            COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
 

@@ -27,8 +27,9 @@ def place_rows_kernel(
     offsets, bounds, indices, first_rows, targets, rows, items, bags, ranks, segments, LOOKS_UP: tl.constexpr, IDS: tl.constexpr
 ):  # fmt: skip
     """See :func:`place_rows`. Programs (s, ...) place the ids of segment s: of one feature, and asked for by one rank."""
-    segment = tl.program_id(0)
+    segment = tl.program_id(0).to(tl.int64)
     feature, asking = segment // ranks, segment % ranks
+    own_ids, ids_of_all = tl.program_id(1).to(tl.int64) * IDS, tl.num_programs(1) * IDS
     first_bag, end_bag = tl.load(bounds + asking), tl.load(bounds + asking + 1)
     begin = tl.load(offsets + feature * bags + first_bag).to(tl.int64)
     end = tl.load(offsets + feature * bags + end_bag).to(tl.int64)
@@ -41,9 +42,9 @@ def place_rows_kernel(
         before += tl.sum((tl.load(offsets + earlier * bags + end_bag, mask=inside, other=0) - begins).to(tl.int64))
     target = tl.load(bounds + ranks + 1 + asking) + before - begin
     # Lengths that are not those of the counts must not reach the rows of others.
-    end_target = tl.load(bounds + 2 * ranks + 1 + asking)
+    end_target = tl.load(bounds + ranks + ranks + 1 + asking)
     first_row = tl.load(first_rows + feature) if LOOKS_UP else 0
-    for first in range(begin + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
+    for first in range(begin + own_ids, end, ids_of_all):
         item = first + tl.arange(0, IDS)
         inside = (item < end) & (item < items)
         place = target + item
@@ -51,7 +52,7 @@ def place_rows_kernel(
         if LOOKS_UP:
             tl.store(rows + item, first_row + tl.load(indices + item, mask=inside, other=0).to(tl.int64), mask=inside)
     if segment == segments - 1:
-        for first in range(end + tl.program_id(1) * IDS, items, tl.num_programs(1) * IDS):
+        for first in range(end + own_ids, items, ids_of_all):
             item = first + tl.arange(0, IDS)
             tl.store(targets + item, tl.full([IDS], -1, tl.int32), mask=item < items)
             if LOOKS_UP:
