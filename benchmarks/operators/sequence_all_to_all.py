@@ -42,7 +42,7 @@ from dlrm_fused.symmetric.device import uses_kernels
 SIZES = ((8, 8192), (100, 2048), (512, 512), (2048, 128))
 DIMS = (64, 256)
 TABLES = 2
-# Of a piece of work of the stress test.
+# A piece of work of the stress test has so many.
 FEATURES = 3
 
 
@@ -163,7 +163,7 @@ def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
 def _stressed(world: World, workspace: SequenceWorkspace, most: int, number: int) -> stress.Work:
     """One batch, in which ranks ask each other for up to ``most`` rows."""
     generator = torch.Generator().manual_seed(SEED + number)
-    # Of each owner, feature and asking rank, which has one sample.
+    # By owner, feature and asking rank, which has one sample.
     lengths = torch.randint(0, most // FEATURES + 1, (world.size, FEATURES, world.size), generator=generator)
     counts: list[list[int]] = lengths.sum(dim=1).T.tolist()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[world.rank].flatten().cumsum(0)]).to(world.device)

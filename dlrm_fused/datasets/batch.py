@@ -29,6 +29,7 @@ class Samples:
             sample i; None without token features.
         history_lengths: [b] int32, n of each sample; None without token features.
         weights: [b] float32, what each sample counts, 0 or more; None where all count the same.
+        token_count: the sum of ``history_lengths``, plus b, where these lie on a device and the host knows it all the same.
     """
 
     dense: Tensor
@@ -37,6 +38,7 @@ class Samples:
     tokens: KeyedJaggedTensor | None = None
     history_lengths: Tensor | None = None
     weights: Tensor | None = None
+    token_count: int | None = None
 
 
 @dataclass

@@ -196,7 +196,9 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
     if share < len(weights):
         weights[share:] = 0
     sample_weights = None if samples.weights is None else samples.weights * weights
-    histories = samples.history_lengths
+    histories, token_count = samples.history_lengths, samples.token_count
+    if histories is not None and token_count is None:
+        token_count = int(histories.sum()) + len(histories)
     return Batch(
         samples.dense,
         samples.sparse,
@@ -206,7 +208,7 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
         samples.tokens,
         histories,
         sample_weights,
-        None if histories is None else int(histories.sum()) + len(histories),
+        token_count,
     )
 
 
@@ -224,6 +226,7 @@ def _pad(samples: Samples, count: int) -> Samples:
         tokens=tokens,
         history_lengths=lengths,
         weights=None if samples.weights is None else torch.nn.functional.pad(samples.weights, (0, count)),
+        token_count=None if samples.token_count is None else samples.token_count + count,
     )
 
 

@@ -111,6 +111,7 @@ class SyntheticDataset:
         if drawn.history is not None:
             samples.tokens = self._tokens(drawn.history)
             samples.history_lengths = drawn.history.lengths.int()
+            samples.token_count = samples.tokens.length_per_key()[0]  # every token has an item
         return samples
 
     def batches_at_once(self, batch_size: int) -> int:

@@ -306,7 +306,7 @@ class ExchangedCounts:
 
     @cached_property
     def counts(self) -> Counts:
-        """Those of this rank; the host waits until they are here."""
+        """The counts of this rank; the host waits until they are here."""
         if self._event is not None:
             self._event.synchronize()
         elif self._work is not None:

@@ -180,6 +180,7 @@ def _histories(split: Split, count: int, jagged: bool) -> tuple[SyntheticDataset
     dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
     samples = dataset.read(split, torch.arange(count))
     assert samples.history_lengths is not None
+    assert samples.token_count == int(samples.history_lengths.sum()) + count
     return dataset, samples, samples.history_lengths
 
 

@@ -1,4 +1,4 @@
-"""Where a rank's rows go: to which rank, and to which row of what that one receives.
+"""Find the places of a rank's rows: to which rank each goes, and to which row of what that one receives.
 
 A rank's ids lie feature by feature, those of a feature rank by rank, and those of a rank sample by sample, as TorchRec's input
 dist leaves them. A rank receives the rows of an owner in the same order, without those of other ranks.
