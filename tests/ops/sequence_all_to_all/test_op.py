@@ -8,21 +8,25 @@ import random
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, reference, sequence_all_to_all
+from dlrm_fused.ops.common import scatter_rows
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, op, reference, sequence_all_to_all
 from dlrm_fused.ops.sequence_all_to_all.op import check_call
-from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric import device as protocol
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import cpu_group, on_hosts, run_program, run_ranks
+from tests.distributed.launch import RankFailed, cpu_group, on_hosts, run_program, run_ranks
 
 WIDTH = 8
 DIVISOR = 3.0
@@ -92,7 +96,7 @@ def new_workspace(group: SymmetricGroup, **settings: object) -> SequenceWorkspac
     return SequenceWorkspace(group, WIDTH, name="sequences", timeout_seconds=30.0, **settings)  # type: ignore[arg-type]
 
 
-def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
+def wrong_calls(seeds: Sequence[int], dtype: torch.dtype, longest_delay: float = 0.01, mutant: str | None = None) -> list[str]:
     """Seeds of the calls whose results or gradients are wrong on this rank. Results of earlier calls are held, and compared
     when later ones have been made; gradients go back in another order than that of the calls."""
     wrong = []
@@ -131,6 +135,105 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
 def test_every_row_and_gradient_has_its_place(hosts: tuple[int, ...], dtype: torch.dtype) -> None:
     count = 15 if os.environ.get("TRITON_INTERPRET") == "1" else 60
     assert run_ranks(len(hosts), on_hosts, hosts, wrong_calls, range(count), dtype) == [[]] * len(hosts)
+
+
+@triton.jit
+def do_not_wait(channel, epoch, fingerprint):  # type: ignore[no-untyped-def]
+    return tl.full((), 1, tl.int1)
+
+
+@triton.jit
+def complete_at_once(channel, epoch):  # type: ignore[no-untyped-def]
+    tl.atomic_xchg(channel.state + protocol.EPOCH, epoch, sem="relaxed", scope="gpu")
+
+
+def wait_and_be_late(channel: Any, epoch: Any, fingerprint: Any) -> Any:
+    """Rank 1 stores late, as the interpreter allows: a rank that does not wait for it reads too early."""
+    are_ready = protocol.wait_until_all_ready(channel, epoch, fingerprint)
+    if os.environ["RANK"] == "1":
+        time.sleep(0.1)
+    return are_ready
+
+
+def do_not_wait_for_arrivals() -> None:
+    protocol._wait_for_arrivals = complete_at_once
+    scatter_rows.wait_until_all_ready = wait_and_be_late
+
+
+def reuse_blocks_that_are_held() -> None:
+    receive = BlockPool.receive
+
+    def receive_and_forget(self: BlockPool, shape: Sequence[int], dtype: torch.dtype, size: int = 0) -> Tensor:
+        block = receive(self, shape, dtype, size)
+        if not block.numel():
+            return block
+        # The same memory in a tensor that does not hold the lease, as with double buffering.
+        memory = self.memory.local[self.offset_of(block) :][: block.numel() * block.element_size()]
+        return torch.from_numpy(memory.numpy()).view(dtype).view(tuple(shape))
+
+    BlockPool.receive = receive_and_forget  # type: ignore[method-assign]
+
+
+def send_gradients_by_the_destinations_of_the_first_call() -> None:
+    receive, first = op.receive_gradient, list[Tensor]()
+
+    def receive_with_those(workspace: Any, gradient: Tensor, destinations: Tensor, *others: Any) -> Tensor:
+        first.append(destinations)
+        return receive(workspace, gradient, first[0], *others)
+
+    op.receive_gradient = receive_with_those
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "wait for readiness removed": lambda: setattr(scatter_rows, "wait_until_all_ready", do_not_wait),
+    "wait for arrivals removed": do_not_wait_for_arrivals,
+    "slot reused too early": reuse_blocks_that_are_held,
+    "destinations of another call": send_gradients_by_the_destinations_of_the_first_call,
+}
+
+
+def wrong_calls_of(mutant: str | None) -> list[int]:
+    """The numbers of wrong calls among some between the same numbers of rows, so that a mutant stores within its memory: rank 0
+    comes late to every third, and results are held."""
+    if mutant is not None:
+        MUTANTS[mutant]()
+    with cpu_group() as group:
+        workspace, shape = new_workspace(group, held_outputs=4), Call.draw(group.world_size, 16, features=3)
+        calls, wrong, held = [], [], []
+        for number in range(12):
+            # Features change places, so that rows of two calls have other ranks, but not other numbers of them.
+            lengths = [own.roll(number, dims=0) for own in shape.lengths]
+            calls.append(shape._replace(rows=[own + number for own in shape.rows], lengths=lengths))
+            rows = calls[-1].rows[group.rank].clone().requires_grad_()
+            if number % 3 == 0 and group.rank == 0:
+                time.sleep(0.4)
+            result = sequence_all_to_all(workspace, rows, *calls[-1].arguments(group.rank))
+            held.append((number, rows, result))
+            if len(held) == 4:
+                for earlier, of_call, received in held:
+                    received.backward(calls[earlier].gradients[group.rank])
+                    is_right = torch.equal(received, torch.cat(calls[earlier].pieces(group.rank)))
+                    is_right &= torch.equal(of_call.grad, calls[earlier].gradient_of(group.rank))
+                    wrong += [] if is_right else [earlier]
+                held.clear()
+        return wrong
+
+
+@pytest.mark.interpreted
+def test_calls_between_the_same_numbers_of_rows() -> None:
+    assert run_ranks(2, wrong_calls_of, None) == [[], []]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_protocol_is_noticed(mutant: str) -> None:
+    try:
+        wrong = run_ranks(2, wrong_calls_of, mutant)
+    except RankFailed as failed:
+        if not isinstance(failed.error, CommunicationError):  # a rank that is ahead makes another call
+            raise
+        return
+    assert any(wrong)
 
 
 def differences_from_the_reference(seeds: Sequence[int]) -> list[int]:
