@@ -85,6 +85,16 @@ class JaggedBatch:
         candidates, counts = gather_samples(torch.stack((self.candidates, self.counts), dim=1), group).unbind(1)
         return self._of_counts(candidates, counts, self.tokens, group_size(group) * self.samples.shape[0])
 
+    def trimmed(self, x: Tensor, rows: int) -> tuple[Tensor, JaggedBatch]:
+        """Return its rows [n, ...] and the batch with so many: all real tokens, and of padding what makes them."""
+        if rows == x.shape[0]:
+            return x, self
+        trimmed = JaggedBatch.of(self.candidates, self.tokens, rows)
+        # A row of padding that was not there repeats another; nobody reads it.
+        places = trimmed.places.minimum(self.counts.index_select(0, trimmed.samples) - 1)
+        firsts = (self.counts.cumsum(0) - self.counts).index_select(0, trimmed.samples)
+        return x.index_select(0, firsts + places), trimmed
+
     @property
     def is_padded(self) -> bool:
         """Whether each sample has T rows."""

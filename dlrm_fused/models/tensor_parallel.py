@@ -49,13 +49,13 @@ def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _both_ways(x, lambda x: _all_gather(x, group), lambda gradient: _own(gradient, group) * group.size())
 
 
-def most_of_ranks(count: int, group: ProcessGroup | None) -> int:
-    """Return the largest of the ranks' numbers. Collective between processes: nobody waits for a GPU."""
+def numbers_of_ranks(number: int, group: ProcessGroup | None) -> list[int]:
+    """Return the ranks' numbers. Collective between processes: nobody waits for a GPU."""
     if group is None or group.size() == 1:
-        return count
-    most = torch.tensor(count)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    return int(most)
+        return [number]
+    numbers = [torch.empty((), dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(numbers, torch.tensor(number), group)
+    return [int(of_rank) for of_rank in numbers]
 
 
 def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:

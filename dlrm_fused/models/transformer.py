@@ -38,7 +38,7 @@ from dlrm_fused.models.tensor_parallel import (
     LayerProducts,
     RowParallelLinear,
     group_size,
-    most_of_ranks,
+    numbers_of_ranks,
     rms_norm,
 )
 
@@ -119,7 +119,7 @@ class HistoryTransformer(nn.Module):
         experts: of each block, in place of its feed-forward layer; then ``product`` is of one rank.
 
     Attributes:
-        agree: returns the largest of the numbers that the ranks of a group call it with.
+        ask_ranks: returns the numbers that the ranks of a group call it with.
 
     Raises:
         UsageError: if a number does not divide another as it must, or numbers of layers differ.
@@ -146,7 +146,7 @@ class HistoryTransformer(nn.Module):
                 "needed: one for each layer, on one rank"
             )
         self.d_model, self.heads, self.history_length, self.product = d_model, heads, history_length, product
-        self.agree: Callable[[int, dist.ProcessGroup | None], int] = most_of_ranks
+        self.ask_ranks: Callable[[int, dist.ProcessGroup | None], list[int]] = numbers_of_ranks
         self.input = nn.Linear(token_width, d_model)
         self.positions = nn.Parameter(torch.randn(history_length + 1, d_model) * 0.02)
         of_blocks: Sequence[MixtureOfExperts | None] = experts or [None] * layers
@@ -173,10 +173,12 @@ class HistoryTransformer(nn.Module):
         Returns:
             [b, d_model], the normed encoding of each candidate.
         """
-        own = self._jagged(history_lengths, token_count)
+        own, rows_of_all = self._jagged(history_lengths, token_count)
         x = self.input(own.rows_of(tokens).to(self.input.weight.dtype))  # embeddings may be in 16 bits
         x = x + F.embedding(own.distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
         x, everyones = self.product.enter(x), own.gathered(self.product.group)
+        if not self.product.shards and group_size(self.product.group) > 1:
+            x, everyones = everyones.trimmed(x, rows_of_all)
         candidates = (own if self.product.shards else everyones).candidate_rows
         *full, (last, final_norm) = stages = self.stages()
         real_rows = None if last.experts is None else own.real_rows(real)
@@ -188,17 +190,24 @@ class HistoryTransformer(nn.Module):
         _, encoded = last.finish(attended, x.index_select(0, candidates), final_norm, real)
         return self.product.leave(encoded)
 
-    def _jagged(self, history_lengths: Tensor, token_count: int | None) -> JaggedBatch:
-        """Return where this rank's tokens are, as many rows on each rank that it shares layers with. Collective."""
+    def _jagged(self, history_lengths: Tensor, token_count: int | None) -> tuple[JaggedBatch, int]:
+        """Return where this rank's tokens are, as many rows on each rank that it shares layers with, and for how many rows all
+        of these ranks compute layers that do not shard them. Collective."""
         if token_count is None:
             token_count = int(history_lengths.sum()) + len(history_lengths)
         experts, tokens = self.stages()[0][0].experts, self.history_length + 1
         group, most = self.product.group if experts is None else experts.computation.group, history_lengths.shape[0] * tokens
-        if group_size(group) > 1:
-            # Operators choose, and some measure, how to run for each number of rows: there are few of them.
-            step = -(-most // _NUMBERS_OF_ROWS) or 1
-            token_count = min(-(-self.agree(token_count, group) // step) * step, most)
-        return JaggedBatch.of(history_lengths.long(), tokens, token_count)
+        counts, ranks = self.ask_ranks(token_count, group), group_size(group)
+        rows, rows_of_all = token_count, sum(counts)
+        if ranks > 1:
+            rows, rows_of_all = _rounded(max(counts), most), _rounded(rows_of_all, ranks * most)
+        return JaggedBatch.of(history_lengths.long(), tokens, rows), rows_of_all
+
+
+def _rounded(rows: int, most: int) -> int:
+    """Return no fewer rows: operators choose, and some measure, how to run for each number of rows, so that there are few."""
+    step = -(-most // _NUMBERS_OF_ROWS) or 1
+    return min(-(-rows // step) * step, most)
 
 
 def _check_shape(d_model: int, heads: int, layers: int, d_ff: int, history_length: int, ranks: int) -> None:

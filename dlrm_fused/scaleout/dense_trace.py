@@ -123,7 +123,7 @@ def trace(
     for layer in task.expert_layers:
         spread_evenly(layer)
     if isinstance(task.model, TransformerDLRM):
-        task.model.transformer.agree = lambda rows, _: rows
+        task.model.transformer.ask_ranks = lambda rows, group: [rows] * group_size(group)
     parameters = [parameter for layer in task.dense_layers() for parameter in layer.parameters()]
     module = _graph(task, schema, embedding, samples, pooled, parameters)
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and _name(node) not in _MOVE_NOTHING]

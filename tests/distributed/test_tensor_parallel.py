@@ -111,6 +111,28 @@ def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, ho
         torch.testing.assert_close(result[2], dict(model.state_dict()), rtol=0, atol=0)
 
 
+def rows_of_column_parallel_layers() -> list[int]:
+    """Of each, where the samples of rank 0 have no history, and those of rank 1 all of it."""
+    rank, rows, columns = Rank.from_environment(), list[int](), LayerProducts.columns
+
+    def note(product: LayerProducts, x: Tensor, weight: Tensor) -> Tensor:
+        rows.append(len(x))
+        return columns(product, x, weight)
+
+    LayerProducts.columns = note  # type: ignore[method-assign]
+    with process_group(rank, torch.device("cpu")):
+        groups = tensor_parallel_groups(ModelConfig(tensor_parallel=2, heads=SHAPE["heads"]))
+        lengths = torch.full((SAMPLES // 2,), HISTORY * rank.index)
+        transformer(LayerProducts(groups.model_parallel))(torch.randn(SAMPLES // 2 * (HISTORY + 1), WIDTH), lengths)
+        return rows
+
+
+def test_ranks_compute_the_tokens_of_all_not_as_many_as_the_rank_with_the_most() -> None:
+    of_all = SAMPLES // 2 + SAMPLES // 2 * (HISTORY + 1)
+    # Of the last block queries, and what follows attention, are of candidates alone.
+    assert run_ranks(2, rows_of_column_parallel_layers) == [[of_all, of_all, SAMPLES, of_all, SAMPLES]] * 2
+
+
 class Products(TorchDispatchMode):
     """Notes products of matrices, beside what others note."""
 

@@ -173,6 +173,17 @@ class TestPaddingIsNotRead:
         assert torch.equal(batch.places[batch.candidate_rows], LENGTHS.long())
         assert batch.counts.tolist() == [1 + min(4, rows - 9), 3 + max(0, rows - 13), 5]
 
+    @pytest.mark.parametrize("before", [9, 12, 15])
+    @pytest.mark.parametrize("rows", [9, 10, 13, 15])
+    def test_real_tokens_keep_their_rows_with_other_padding(self, before: int, rows: int) -> None:
+        batch = JaggedBatch.of(LENGTHS.long(), HISTORY + 1, before)
+        x = torch.stack((batch.samples, batch.places), dim=1)
+        found, trimmed = batch.trimmed(x, rows)
+        assert len(found) == len(trimmed.samples) == rows
+        real = trimmed.real_rows(None)
+        assert int(real.sum()) == 9
+        assert torch.equal(found[real], torch.stack((trimmed.samples, trimmed.places), dim=1)[real])
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
