@@ -14,6 +14,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
 
 # The wheel's tests import the name of a sharder for sequences, and the wheel does not have it.
 _sequences = ModuleType("torchrec.distributed.tests.test_sequence_model")
@@ -23,16 +26,24 @@ sys.modules.setdefault(_sequences.__name__, _sequences)
 
 pytest.importorskip("hypothesis")
 theirs = pytest.importorskip("torchrec.distributed.test_utils.test_model_parallel")
+if not hasattr(theirs, "_ModelParallelBase"):
+    pytest.skip("TorchRec 1.6 has its tests by other names", allow_module_level=True)
 their_states = pytest.importorskip("torchrec.distributed.test_utils.test_model_parallel_base")
 their_sharding = pytest.importorskip("torchrec.distributed.test_utils.test_sharding")
+their_models = pytest.importorskip("torchrec.distributed.test_utils.test_model")
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel  # noqa: E402
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.sharding_plan import get_default_sharders  # noqa: E402
 from torchrec.distributed.types import ShardingType  # noqa: E402
+from torchrec.modules.embedding_configs import EmbeddingConfig  # noqa: E402
+from torchrec.modules.embedding_modules import EmbeddingCollection  # noqa: E402
 
-from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder  # noqa: E402
+from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder  # noqa: E402
 from tests.distributed.launch import run_ranks  # noqa: E402
+
+# Ids of a sample that the model of sequences reads, at most.
+LONGEST = 20
 
 
 class OurTestSharder(their_sharding.TestEBCSharder, FusedEmbeddingBagCollectionSharder):  # type: ignore[misc,name-defined]
@@ -77,6 +88,56 @@ class TestStates(their_states.ModelParallelStateDictBase):  # type: ignore[misc,
 @pytest.mark.timeout(3600)
 class TestModels(InOurProcesses, theirs._ModelParallelBase):  # type: ignore[misc,name-defined]
     backend = "gloo"
+
+
+class Sequences(their_models.TestSparseNNBase):  # type: ignore[misc,name-defined]
+    """A model of rows in the order of their ids, in place of that of TorchRec's tests, which its wheel does not have."""
+
+    def __init__(self, tables: list[EmbeddingConfig], num_float_features: int, **options: Any) -> None:
+        devices = {name: options.get(name) for name in ("dense_device", "sparse_device")}
+        super().__init__(tables=tables, **devices)
+        self.rows = EmbeddingCollection(tables=tables, device=devices["sparse_device"])
+        self.names = [name for table in tables for name in table.feature_names]
+        self.dense = nn.Linear(num_float_features, 1, device=devices["dense_device"])
+        self.positions = nn.Parameter(torch.linspace(-1, 1, LONGEST, device=devices["dense_device"]))
+
+    def forward(self, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+        found = self.rows(batch.idlist_features)
+        padded = torch.stack([found[name].to_padded_dense(LONGEST).sum(dim=-1) for name in self.names])
+        predicted = (self.dense(batch.float_features).squeeze(1) + (padded * self.positions).sum(dim=(0, 2))).sigmoid()
+        return (nn.functional.binary_cross_entropy(predicted, batch.label), predicted) if self.training else predicted
+
+
+class OurSequenceSharder(FusedEmbeddingCollectionSharder):
+    """Ours, with the one sharding type that a test chooses."""
+
+    def __init__(self, sharding_type: str) -> None:
+        super().__init__({"learning_rate": 0.1}, strict=True)
+        self._sharding_type = sharding_type
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [self._sharding_type]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [EmbeddingComputeKernel.FUSED.value]
+
+
+@pytest.mark.parametrize("sharding_type", [ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE])
+def test_sequences(sharding_type: ShardingType) -> None:
+    """TorchRec's comparison of a model with one that is not sharded."""
+    names = [f"feature_{number}" for number in range(4)]
+    arguments = {
+        "model_class": Sequences,
+        "tables": [
+            EmbeddingConfig(num_embeddings=11 * number + 11, embedding_dim=16, name=f"table_{number}", feature_names=[name])
+            for number, name in enumerate(names)
+        ],
+        "embedding_groups": {"group_0": names},
+        "sharders": [OurSequenceSharder(sharding_type.value)],
+        "optim": EmbOptimType.EXACT_SGD,
+        "backend": "gloo",
+    }
+    run_ranks(2, _be_rank, their_sharding.sharding_single_rank_test, 2, arguments)
 
 
 def test_tables_that_move() -> None:
