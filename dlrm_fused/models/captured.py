@@ -150,9 +150,10 @@ class _Capture:
         self._needs_gradient = [t.requires_grad for t in read]
         with _as_other_leaves(layers) as leaves, graphs.on_its_stream():
             wanted = [t for t in (*read, *leaves) if t.requires_grad]
-            for _ in range(RUNS_BEFORE_CAPTURE):
-                results = _as_tuple(function(*read))
-                torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
+            with buffers_restored(layers):
+                for _ in range(RUNS_BEFORE_CAPTURE):
+                    results = _as_tuple(function(*read))
+                    torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
             torch.clear_autocast_cache()  # weights are to be cast in each replay
             results = graphs.record_forward(lambda: _as_tuple(function(*read)))
 
@@ -267,6 +268,17 @@ class _Replay(torch.autograd.Function):
             count = len(ctx.run.parameters)
             gradients[len(gradients) - count :] = [None] * count
         return None, *gradients
+
+
+@contextmanager
+def buffers_restored(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Give the layers' buffers back, at the end, the values that they had: runs inside do not count in statistics that layers
+    keep, such as those of batch norms."""
+    before = {buffer: buffer.clone() for layer in layers for buffer in layer.buffers()}
+    yield
+    with torch.no_grad():
+        for buffer, values in before.items():
+            buffer.copy_(values)
 
 
 @contextmanager

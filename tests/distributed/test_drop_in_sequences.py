@@ -23,12 +23,12 @@ import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
+from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -368,8 +368,8 @@ class BagsAndSequences(nn.Module):
         return scores.square().mean(), scores.detach()
 
 
-def pipelined(fused: bool) -> dict[str, Tensor]:
-    """Outputs of TorchRec's pipeline, and the tables afterwards."""
+def pipelined(pipeline_class: str, fused: bool) -> dict[str, Tensor]:
+    """Outputs of a pipeline of TorchRec's, and the tables afterwards."""
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.25}
     kinds = FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
     sharders = [kind(params) for kind in (kinds if fused else (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder))]
@@ -389,15 +389,20 @@ def pipelined(fused: bool) -> dict[str, Tensor]:
             module = get_unwrapped_module(sharded)
             assert (module.bags.paths, module.items.paths) == ({"table_0_0": FUSED}, {"table_1_0": FUSED})
         optimizer = torch.optim.SGD(sharded.module.over.parameters(), lr=0.125)
-        pipeline = TrainPipelineSparseDist(sharded, optimizer, CPU, execute_all_batches=True)
+        pipeline = getattr(train_pipelines, pipeline_class)(sharded, optimizer, CPU)
         case = replace(OF_MIXED, modules=((Table(TABLE_WISE, ("a",)),),), keys=("a", "b"))
         given = iter([batch_of(case, number % 3) for number in range(6)])
         outputs = {str(number): pipeline.progress(given).clone() for number in range(6)}
         return outputs | state_of(sharded)
 
 
-def test_both_sharders_in_torchrecs_pipeline() -> None:
-    ours, theirs = run_ranks(2, pipelined, True), run_ranks(2, pipelined, False)
+# TorchRec's pipelines that train on CPUs; 1.6 lacks the second.
+PIPELINES = ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite", "EvalPipelineSparseDist")
+
+
+@pytest.mark.parametrize("pipeline", [name for name in PIPELINES if hasattr(train_pipelines, name)])
+def test_both_sharders_in_torchrecs_pipelines(pipeline: str) -> None:
+    ours, theirs = run_ranks(2, pipelined, pipeline, True), run_ranks(2, pipelined, pipeline, False)
     for our, their in zip(ours, theirs, strict=True):
         assert _different(our, their) == []
 

@@ -49,6 +49,15 @@ def scorer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     return Scorer()
 
 
+def test_every_call_counts_once_in_buffers() -> None:
+    layers = [nn.BatchNorm1d(4).cuda()]
+    function = CapturedFunction(lambda x: (layers[0](x).square().sum(), x), lambda: layers)
+    for call in range(1, 5):
+        loss, _ = function(torch.randn(8, 4, device="cuda", requires_grad=True))
+        loss.backward()
+        assert int(layers[0].num_batches_tracked) == call
+
+
 def test_other_inputs_weights_and_addresses_give_other_results(scorer: Scorer) -> None:
     held = []
     for rows in (32, 32, 32, 20):

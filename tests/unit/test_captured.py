@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_fused.cuda_graphs import CapturedCall, Captures, Generation, places
-from dlrm_fused.models.captured import CapturedFunction, _as_other_leaves, _Capture, _Replay, modes, modules_of, tensors_of
+from dlrm_fused.models.captured import (
+    CapturedFunction,
+    _as_other_leaves,
+    _Capture,
+    _Replay,
+    buffers_restored,
+    modes,
+    modules_of,
+    tensors_of,
+)
 from dlrm_fused.symmetric.call_order import CallOrder
 
 
@@ -31,6 +40,18 @@ def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> No
         raise ZeroDivisionError
 
     assert [id(p) for layer in layers for p in layer.parameters()] == [id(p) for p in originals]
+
+
+def test_runs_before_a_capture_do_not_count_in_buffers() -> None:
+    layers, x = [nn.BatchNorm1d(3), nn.Linear(3, 2)], torch.randn(5, 3)
+    layers[0](x)
+    before = {name: buffer.clone() for name, buffer in layers[0].named_buffers()}
+    places_before = [buffer.data_ptr() for buffer in layers[0].buffers()]
+    with buffers_restored(layers):
+        layers[0](x + 1)
+        assert not torch.equal(layers[0].running_mean, before["running_mean"])
+    assert [buffer.data_ptr() for buffer in layers[0].buffers()] == places_before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layers[0].named_buffers())
 
 
 class Taken:
