@@ -257,17 +257,18 @@ class FusedSequenceDist(nn.Module):
         Returns:
             [ids that this rank asked for, columns], in the order that they had here before the input dist.
         """
-        workspace, features = self._workspace, self._looked_up
+        workspace, features, permutation = self._workspace, self._looked_up, context.unbucketize_permute_tensor
         self._looked_up = None
         if self.has_peers:
             divisor = float(workspace.world_size) if get_gradient_division() else 1.0
             exchanged = context.__dict__.get(_COUNTS) or self.exchange_counts(context.input_splits)
-            counts, batch_sizes = exchanged.counts, _batch_sizes(context)
+            counts, sizes = exchanged.counts, _batch_sizes(context)
+            places = None if permutation is None else _inverse(permutation)
             if features is None:
-                rows = sequence_all_to_all(workspace, rows, _offsets(context, rows.device), batch_sizes, counts, divisor)
-            else:
-                rows = sequence_lookup_all_to_all(workspace, *self._ids(features), batch_sizes, counts, divisor)
-        permutation = context.unbucketize_permute_tensor
+                offsets = _offsets(context, rows.device)
+                return NoWait(sequence_all_to_all(workspace, rows, offsets, sizes, counts, divisor, places))
+            ids, offsets = self._ids(features)
+            return NoWait(sequence_lookup_all_to_all(workspace, ids, offsets, sizes, counts, divisor, places))
         return NoWait(rows if permutation is None else rows.index_select(0, permutation))
 
     def _ids(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
@@ -335,6 +336,12 @@ def _batch_sizes(context: SequenceShardingContext) -> list[int]:
     lengths, ranks = context.lengths_after_input_dist, len(context.output_splits)
     # After TrainPipelineSparseDist.attach sizes are missing; TorchRec then takes them for equal, too.
     return list(context.batch_size_per_rank) or [0 if lengths is None else lengths.shape[1] // ranks] * ranks
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    """Return int64 [n]: where each of n numbers is in a permutation of them."""
+    numbers = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(numbers).scatter_(0, permutation.long(), numbers)
 
 
 def _offsets(context: SequenceShardingContext, device: torch.device) -> Tensor:

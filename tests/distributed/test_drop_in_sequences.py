@@ -396,11 +396,11 @@ def pipelined(pipeline_class: str, fused: bool) -> dict[str, Tensor]:
         return outputs | state_of(sharded)
 
 
-# TorchRec's pipelines that train on CPUs; 1.6 lacks the second.
+# TorchRec's pipelines that run on CPUs.
 PIPELINES = ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite", "EvalPipelineSparseDist")
 
 
-@pytest.mark.parametrize("pipeline", [name for name in PIPELINES if hasattr(train_pipelines, name)])
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_both_sharders_in_torchrecs_pipelines(pipeline: str) -> None:
     ours, theirs = run_ranks(2, pipelined, pipeline, True), run_ranks(2, pipelined, pipeline, False)
     for our, their in zip(ours, theirs, strict=True):

@@ -224,8 +224,9 @@ def launch_scatter_rows(dtype: torch.dtype, scale: Tensor | None, destinations_a
 def launch_chosen_rows() -> None:
     chosen = torch.zeros(4 * TILE_ROWS, dtype=torch.int64)
     scatter.scatter_rows(
-        rows(torch.float16), chosen.int(), window(), rows_per_rank=99, source_rows=chosen, dtype=SINGLE, destinations_at=8192
-    )
+        rows(torch.float16), chosen.int(), window(), rows_per_rank=99, source_rows=chosen, dtype=SINGLE, destinations_at=8192,
+        places_at=12288,
+    )  # fmt: skip
 
 
 def launch_place_rows(with_lookup: bool) -> None:

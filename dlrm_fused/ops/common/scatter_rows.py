@@ -29,15 +29,15 @@ _ROW_BYTES, _TILE_BYTES = 2048, 16384
 _MOST_ROWS = 16
 # Enough stores in flight for the links of one GPU, also where other kernels hold some multiprocessors.
 _PROGRAMS_OF_MULTIPROCESSOR = 8
-_CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "receive_offset", "fingerprint"]
+_CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "places_at", "receive_offset", "fingerprint"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def scatter_rows_kernel(
     source, source_stride, source_rows, scale, targets, items, width, rows_per_rank, destinations_at, first_destination,
-    addresses, receive_offset, channel, fingerprint,
-    REPEATS: tl.constexpr, CHOSEN: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    places_at, addresses, receive_offset, channel, fingerprint,
+    REPEATS: tl.constexpr, CHOSEN: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, PLACED: tl.constexpr,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`scatter_rows`. A program stores rows that follow each other, so that all ranks are stored to at any time, also
     where rows are in the order of their ranks."""
@@ -54,6 +54,9 @@ def scatter_rows_kernel(
         is_sent = (target >= 0) & (tl.load(addresses + peer) != 0)
         row = (tl.where(is_sent, target, 0) % rows_per_rank).to(tl.int64)
         block = tl.load(addresses + peer) + announced_offset(channel, peer)
+        if PLACED:
+            row = tl.load((block + places_at).to(tl.pointer_type(tl.int32)) + row, mask=is_sent, other=0).to(tl.int64)
+            is_sent &= (row >= 0) & (row < rows_per_rank)
         places = (block + row * (width * (DTYPE.primitive_bitwidth // 8))).to(tl.pointer_type(DTYPE))
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide loads and stores.
         places = tl.multiple_of(places, 16)
@@ -92,6 +95,7 @@ def scatter_rows(
     scale: Tensor | None = None,
     destinations_at: int | None = None,
     destinations_per_rank: int = 0,
+    places_at: int | None = None,
     received: Mapping[int, Tensor] | None = None,
     by_rank: ItemsByRank | None = None,
 ) -> None:
@@ -108,6 +112,8 @@ def scatter_rows(
         scale: fp32 [m * repeats].
         destinations_at: byte of the blocks from where an int32 for each row says what was stored there:
             rank * destinations_per_rank + i; or, of another host's rank, + its number in the slice.
+        places_at: byte of the blocks from where an int32 for each row says to which row of the block it goes instead: the
+            receiving rank has written that before this call.
         received: where ranks are on several hosts: by rank of another one, int64: the rows of this rank's block to which those
             of its slice belong.
         by_rank: the targets by rank, where the caller knows them; the items of a rank are in the order of its slice.
@@ -119,7 +125,7 @@ def scatter_rows(
     rank, remote, by_kernel = channel.group.rank, channel.group.hosts.remote, uses_kernels(memory.local.device)
     stored = dtype or source.dtype
     first = rank * destinations_per_rank
-    call = _Call(source, source_rows, targets, window, rows_per_rank, repeats, stored, scale, destinations_at, first)
+    call = _Call(source, source_rows, targets, window, rows_per_rank, repeats, stored, scale, destinations_at, first, places_at)
     if by_rank is None and (remote or not by_kernel):
         by_rank = ItemsByRank.of(targets, rows_per_rank, channel.group.world_size)
     exchange = None
@@ -155,6 +161,7 @@ class _Call:
     scale: Tensor | None
     destinations_at: int | None
     first_destination: int
+    places_at: int | None
 
     def values(self, items: Tensor | slice) -> Tensor:
         """Return the rows that are stored for these items."""
@@ -182,12 +189,17 @@ class _Call:
     def tell(self, peer: int, offset: int, rows: Tensor | slice, destinations: Tensor) -> None:
         """Say where the rows that were stored come from."""
         if self.destinations_at is not None:
-            begin = offset + self.destinations_at
-            self.window.memory.peer(peer)[begin : begin + 4 * self.rows_per_rank].view(torch.int32)[rows] = destinations.int()
+            self.words(peer, offset + self.destinations_at)[rows] = destinations.int()
+
+    def words(self, peer: int, begin: int) -> Tensor:
+        """Return the int32 of each row, in the memory of a rank of this host, that begin at this byte."""
+        return self.window.memory.peer(peer)[begin : begin + 4 * self.rows_per_rank].view(torch.int32)
 
     def store_at(self, by_rank: ItemsByRank, peer: int, offset: int) -> None:
         """Store the rows of one rank on the CPU, as the kernel does."""
         items, rows = by_rank.items(peer), by_rank.rows(peer)
+        if self.places_at is not None:
+            rows = self.words(peer, offset + self.places_at)[rows].long()
         numbers = torch.arange(items.start, items.stop) if isinstance(items, slice) else items
         if isinstance(rows, Tensor):
             self.store(peer, offset, rows, self.values(items), self.first_destination + numbers)
@@ -206,15 +218,16 @@ class _Call:
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
         chosen = self.source_rows
         kinds = kinds_of(source, targets, scale, chosen)
-        layout = kinds, source.stride(0), width, self.repeats, self.destinations_at is None, self.dtype
+        options = self.repeats, self.destinations_at is None, self.places_at is None, self.dtype
+        layout = kinds, source.stride(0), width, options
         window.channel.launches(
             layout, scatter_rows_kernel, (max(1, min(ceil_div(items, rows), most)),),
             source, source.stride(0), targets if chosen is None else chosen, targets if scale is None else scale, targets,
-            items, width, self.rows_per_rank, self.destinations_at or 0, self.first_destination, window.memory.addresses,
-            window.offset, window.channel.args, window.fingerprint,
+            items, width, self.rows_per_rank, self.destinations_at or 0, self.first_destination, self.places_at or 0,
+            window.memory.addresses, window.offset, window.channel.args, window.fingerprint,
             REPEATS=self.repeats, CHOSEN=chosen is not None, SCALED=scale is not None,
-            TELLS_DESTINATION=self.destinations_at is not None, DTYPE=TRITON_DTYPES[self.dtype], ROWS=rows,
-            COLUMNS=columns, num_warps=4,
+            TELLS_DESTINATION=self.destinations_at is not None, PLACED=self.places_at is not None,
+            DTYPE=TRITON_DTYPES[self.dtype], ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
 

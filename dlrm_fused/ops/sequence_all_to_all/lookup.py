@@ -30,6 +30,7 @@ def sequence_lookup_all_to_all(
     batch_sizes: Sequence[int],
     counts: Counts | Sequence[Sequence[int]],
     gradient_divisor: float = 1.0,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Look up rows of this rank's tables, and deliver them to the ranks that asked for them. Collective.
 
@@ -39,18 +40,18 @@ def sequence_lookup_all_to_all(
         workspace: with tables attached, but on a rank that has none.
         indices: int32 or int64 [n]: the ids that this rank was asked for, rows of their feature's table, in the order of
             ``offsets``.
-        offsets, batch_sizes, counts, gradient_divisor: as of
+        offsets, batch_sizes, counts, gradient_divisor, places: as of
             :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all`.
 
     Returns, Raises:
         As :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all`.
     """
-    inputs = indices, offsets, list(batch_sizes), numbers_in(workspace, counts), float(gradient_divisor), workspace.handle
-    output, *_ = _sequence_lookup(workspace.anchor, *inputs)
+    call = places, list(batch_sizes), numbers_in(workspace, counts), float(gradient_divisor), workspace.handle
+    output, *_ = _sequence_lookup(workspace.anchor, indices, offsets, *call)
     return output
 
 
-_ARGUMENTS = "Tensor offsets, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
+_ARGUMENTS = "Tensor offsets, Tensor? places, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
 # The second result is as that of sequence_all_to_all; the third has the rows that were looked up, counted on over all tables.
 # The backward pass updates the tables of the workspace.
 torch.library.define(
@@ -66,6 +67,7 @@ def _look_up(
     anchor: Tensor,
     indices: Tensor,
     offsets: Tensor,
+    places: Tensor | None,
     batch_sizes: list[int],
     numbers: list[int],
     gradient_divisor: float,
@@ -74,7 +76,7 @@ def _look_up(
     workspace, counts = SequenceWorkspace.of(handle), Counts.of(numbers)
     workspace.begin_call()
     with workspace.checks(counts):
-        check_call(workspace, offsets, batch_sizes, counts, gradient_divisor)
+        check_call(workspace, offsets, places, batch_sizes, counts, gradient_divisor)
         dtype = torch.int32 if indices.dtype == torch.int32 else torch.int64
         check_tensor(workspace, "indices", indices, dtype, (counts.sent_bounds[-1],))
         if workspace.table is None and len(indices):
@@ -89,7 +91,7 @@ def _look_up(
     else:
         begin, of_tables = workspace.table.offsets[0], workspace.table.total_rows
         source = workspace.table.weights[begin : begin + of_tables * workspace.width].view(of_tables, workspace.width)
-    return *send(workspace, counts, offsets, batch_sizes, source, rows, targets), rows
+    return *send(workspace, counts, offsets, places, batch_sizes, source, rows, targets), rows
 
 
 def _update(
@@ -97,6 +99,7 @@ def _update(
     destinations: Tensor,
     rows: Tensor,
     offsets: Tensor,
+    places: Tensor | None,
     batch_sizes: list[int],
     numbers: list[int],
     gradient_divisor: float,
@@ -104,7 +107,7 @@ def _update(
 ) -> Tensor:
     workspace = SequenceWorkspace.of(handle)
     workspace.begin_call()
-    arrived = receive_gradient(workspace, gradient, destinations, offsets, batch_sizes, Counts.of(numbers))
+    arrived = receive_gradient(workspace, gradient, destinations, offsets, places, batch_sizes, Counts.of(numbers))
     table = workspace.table
     if table is not None and table.optimizer is not None:
         # Bags of one, so that each row of the gradient belongs to one index.
@@ -120,7 +123,14 @@ torch.library.impl("dlrm_fused::sequence_lookup_all_to_all_backward", ["cpu", "c
 
 @torch.library.register_fake("dlrm_fused::sequence_lookup_all_to_all")
 def _fake_forward(
-    anchor: Tensor, indices: Tensor, offsets: Tensor, batch_sizes: list[int], numbers: list[int], _: float, handle: int
+    anchor: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    places: Tensor | None,
+    batch_sizes: list[int],
+    numbers: list[int],
+    _: float,
+    handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     workspace, count = SequenceWorkspace.of(handle), sum(Counts.of(numbers).asked)
     output = anchor.new_empty((count, workspace.width), dtype=workspace.output_dtype)
@@ -133,16 +143,16 @@ def _fake_backward(gradient: Tensor, *_: Any) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, offsets, *ctx.rest = inputs
+    _, _, offsets, places, *ctx.rest = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:], offsets)
+    ctx.save_for_backward(*output[1:], offsets, places)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     assert gradient is not None, "destinations and rows have no gradient"
     backward = torch.ops.dlrm_fused.sequence_lookup_all_to_all_backward
-    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None, None
+    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None, None, None
 
 
 _sequence_lookup = Operator("dlrm_fused::sequence_lookup_all_to_all", _look_up, _differentiate, _save_for_backward)

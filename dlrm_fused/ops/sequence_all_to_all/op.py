@@ -27,6 +27,7 @@ def sequence_all_to_all(
     batch_sizes: Sequence[int],
     counts: Counts | Sequence[Sequence[int]],
     gradient_divisor: float = 1.0,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Deliver the rows that this rank has looked up to the ranks that asked for them. Collective, and differentiable.
 
@@ -38,6 +39,8 @@ def sequence_all_to_all(
         batch_sizes: samples of each rank; equal on all ranks.
         counts: [ranks][ranks]: ids that rank i asked rank j for, equal on all ranks; or those of :meth:`Counts.of`.
         gradient_divisor: by which the gradients of ``rows`` are divided.
+        places: int64 [sum of counts[rank]], all numbers below its length: the row of the output to which each row goes, in the
+            order in which they come without it; on all ranks or on none.
 
     Returns:
         [sum of counts[rank], width] of the same dtype: first the rows of rank 0, feature by feature and sample by sample. The
@@ -50,11 +53,12 @@ def sequence_all_to_all(
             or ``workspace.raise_fault()``.
     """
     numbers = numbers_in(workspace, counts)
-    output, _ = _sequence_all_to_all(rows, offsets, list(batch_sizes), numbers, float(gradient_divisor), workspace.handle)
+    call = places, list(batch_sizes), numbers, float(gradient_divisor), workspace.handle
+    output, _ = _sequence_all_to_all(rows, offsets, *call)
     return output  # type: ignore[no-any-return]
 
 
-_ARGUMENTS = "Tensor offsets, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
+_ARGUMENTS = "Tensor offsets, Tensor? places, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
 # The second result says to which row of which rank the gradient of each row goes; -1 for those of other hosts.
 torch.library.define("dlrm_fused::sequence_all_to_all", f"(Tensor rows, {_ARGUMENTS}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -71,19 +75,30 @@ def numbers_in(workspace: SequenceWorkspace, counts: Counts | Sequence[Sequence[
 
 
 def _deliver(
-    rows: Tensor, offsets: Tensor, batch_sizes: list[int], numbers: list[int], gradient_divisor: float, handle: int
+    rows: Tensor,
+    offsets: Tensor,
+    places: Tensor | None,
+    batch_sizes: list[int],
+    numbers: list[int],
+    gradient_divisor: float,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
     workspace, counts = SequenceWorkspace.of(handle), Counts.of(numbers)
     workspace.begin_call()
     with workspace.checks(counts):
-        check_call(workspace, offsets, batch_sizes, counts, gradient_divisor)
+        check_call(workspace, offsets, places, batch_sizes, counts, gradient_divisor)
         check_tensor(workspace, "rows", rows, workspace.output_dtype, (counts.sent_bounds[-1], workspace.width))
     targets, _ = place_rows(offsets, batch_sizes, counts) if uses_kernels(workspace.device) else (None, None)
-    return send(workspace, counts, offsets, batch_sizes, _on_wire(rows, workspace.forward_wire), None, targets)
+    return send(workspace, counts, offsets, places, batch_sizes, _on_wire(rows, workspace.forward_wire), None, targets)
 
 
 def check_call(
-    workspace: SequenceWorkspace, offsets: Tensor, batch_sizes: Sequence[int], counts: Counts, gradient_divisor: float
+    workspace: SequenceWorkspace,
+    offsets: Tensor,
+    places: Tensor | None,
+    batch_sizes: Sequence[int],
+    counts: Counts,
+    gradient_divisor: float,
 ) -> None:
     """Raise UsageError for wrong arguments of a call."""
     name, ranks, bags = workspace.name, workspace.world_size, sum(batch_sizes)
@@ -93,6 +108,8 @@ def check_call(
         raise UsageError(f"{name}: offsets is {offsets.dtype}; needed: torch.int32 or torch.int64")
     features = (offsets.numel() - 1) // max(bags, 1)
     check_tensor(workspace, "offsets", offsets, offsets.dtype, (features * bags + 1,))
+    if places is not None:
+        check_tensor(workspace, "places", places, torch.int64, (counts.received_bounds[-1],))
     if counts.sent_bounds[-1] and not features:
         raise UsageError(f"{name}: {counts.sent_bounds[-1]} ids, but offsets of no feature; counts={list(counts.sent)}")
     if ranks * counts.most_rows >= 2**31:
@@ -105,6 +122,7 @@ def send(
     workspace: SequenceWorkspace,
     counts: Counts,
     offsets: Tensor,
+    places: Tensor | None,
     batch_sizes: Sequence[int],
     source: Tensor,
     source_rows: Tensor | None,
@@ -125,15 +143,24 @@ def send(
         order = order_by_rank(offsets, batch_sizes, counts.sent_bounds[-1])
         items = ItemsByRank(counts.sent_bounds, order, None, counts.most_rows, counts.first_rows)
     received = {owner: torch.arange(begins[owner], begins[owner + 1], device=offsets.device) for owner in remote}
+    if places is not None:
+        received = {owner: places[own] for owner, own in received.items()}
     pool, block = _open(workspace, counts, begins[-1], workspace.forward_wire)
-    destinations_at = workspace.destinations_at(counts.most_rows)
+
+    def words(begin: int) -> Tensor:
+        begin += pool.offset_of(block)
+        return pool.memory.local[begin : begin + 4 * len(block)].view(torch.int32)
+
+    destinations_at, places_at = workspace.destinations_at(counts.most_rows), workspace.places_at(counts.most_rows)
+    if places is not None:
+        words(places_at).copy_(places)
+    window = workspace.window(pool, block, "forward", counts.fingerprint, places is None)
     scatter_rows(
-        source, offsets if targets is None else targets, workspace.window(pool, block, "forward", counts.fingerprint),
-        rows_per_rank=counts.most_rows, source_rows=source_rows, dtype=workspace.forward_wire,
-        destinations_at=destinations_at, destinations_per_rank=counts.most_rows, received=received, by_rank=items,
+        source, offsets if targets is None else targets, window, rows_per_rank=counts.most_rows, source_rows=source_rows,
+        dtype=workspace.forward_wire, destinations_at=destinations_at, destinations_per_rank=counts.most_rows,
+        places_at=None if places is None else places_at, received=received, by_rank=items,
     )  # fmt: skip
-    begin = pool.offset_of(block) + destinations_at
-    destinations = pool.memory.local[begin : begin + 4 * len(block)].view(torch.int32).clone()
+    destinations = words(destinations_at).clone()
     for own in received.values():
         destinations[own] = -1
     return pool.to_hold(block).to(workspace.output_dtype), destinations
@@ -143,6 +170,7 @@ def _return_gradient(
     gradient: Tensor,
     destinations: Tensor,
     offsets: Tensor,
+    places: Tensor | None,
     batch_sizes: list[int],
     numbers: list[int],
     gradient_divisor: float,
@@ -150,7 +178,7 @@ def _return_gradient(
 ) -> Tensor:
     workspace = SequenceWorkspace.of(handle)
     workspace.begin_call()
-    result = receive_gradient(workspace, gradient, destinations, offsets, batch_sizes, Counts.of(numbers))
+    result = receive_gradient(workspace, gradient, destinations, offsets, places, batch_sizes, Counts.of(numbers))
     result = result.to(workspace.output_dtype)
     return result if gradient_divisor == 1 else result.div_(gradient_divisor)
 
@@ -160,6 +188,7 @@ def receive_gradient(
     gradient: Tensor,
     destinations: Tensor,
     offsets: Tensor,
+    places: Tensor | None,
     batch_sizes: Sequence[int],
     counts: Counts,
 ) -> Tensor:
@@ -171,8 +200,10 @@ def receive_gradient(
     with abort_peers_on_error(workspace.channel):
         gradient = gradient.contiguous()
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, (counts.received_bounds[-1], workspace.width))
-    items, remote = ItemsByRank(counts.received_bounds, None, destinations, counts.most_rows), workspace.group.hosts.remote
-    received = {}
+    remote, items, received = workspace.group.hosts.remote, None, {}
+    if remote or not uses_kernels(workspace.device):
+        in_order = destinations if places is None else destinations.index_select(0, places)
+        items = ItemsByRank(counts.received_bounds, places, in_order, counts.most_rows)
     if remote:
         of_ranks = order_by_rank(offsets, batch_sizes, counts.sent_bounds[-1]).split(counts.sent)
         received = {asking: of_ranks[asking] for asking in remote}
@@ -198,7 +229,7 @@ torch.library.impl("dlrm_fused::sequence_all_to_all_backward", ["cpu", "cuda"], 
 
 @torch.library.register_fake("dlrm_fused::sequence_all_to_all")
 def _fake_forward(
-    rows: Tensor, offsets: Tensor, batch_sizes: list[int], numbers: list[int], _: float, handle: int
+    rows: Tensor, offsets: Tensor, places: Tensor | None, batch_sizes: list[int], numbers: list[int], _: float, handle: int
 ) -> tuple[Tensor, Tensor]:
     workspace, count = SequenceWorkspace.of(handle), sum(Counts.of(numbers).asked)
     return rows.new_empty(count, workspace.width), rows.new_empty(count, dtype=torch.int32)
@@ -206,22 +237,28 @@ def _fake_forward(
 
 @torch.library.register_fake("dlrm_fused::sequence_all_to_all_backward")
 def _fake_backward(
-    gradient: Tensor, destinations: Tensor, offsets: Tensor, batch_sizes: list[int], numbers: list[int], *_: Any
+    gradient: Tensor,
+    destinations: Tensor,
+    offsets: Tensor,
+    places: Tensor | None,
+    batch_sizes: list[int],
+    numbers: list[int],
+    *_: Any,
 ) -> Tensor:
     return gradient.new_empty(sum(Counts.of(numbers).sent), gradient.shape[1])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, offsets, *ctx.rest = inputs
+    _, offsets, places, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], offsets)
+    ctx.save_for_backward(output[1], offsets, places)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     assert gradient is not None, "the destinations have no gradient"
     backward = torch.ops.dlrm_fused.sequence_all_to_all_backward
-    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None, None
 
 
 _sequence_all_to_all = Operator("dlrm_fused::sequence_all_to_all", _deliver, _differentiate, _save_for_backward)

@@ -17,6 +17,7 @@ def reference(
     offsets: Tensor,
     batch_sizes: Sequence[int],
     counts: Sequence[Sequence[int]],
+    places: Tensor | None = None,
 ) -> Tensor:
     """Return what :func:`~dlrm_fused.ops.sequence_all_to_all.sequence_all_to_all` does; differentiable, and collective.
 
@@ -25,4 +26,5 @@ def reference(
     """
     rank = 0 if group is None else group.rank()
     order = order_by_rank(offsets, batch_sizes, len(rows))
-    return all_to_all(rows.index_select(0, order), group, counts[rank], [asked[rank] for asked in counts])
+    received = all_to_all(rows.index_select(0, order), group, counts[rank], [asked[rank] for asked in counts])
+    return received if places is None else received.index_select(0, places.argsort())

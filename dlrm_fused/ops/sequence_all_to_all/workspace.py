@@ -191,11 +191,15 @@ class SequenceWorkspace(Workspace):
     @property
     def block_bytes(self) -> int:
         """Bytes in which a rank receives in one call."""
-        return self.destinations_at(self._most_rows) + 4 * self._most_rows
+        return self.places_at(self._most_rows) + 4 * self._most_rows
 
     def destinations_at(self, rows: int) -> int:
         """Return the byte of a block behind so many rows, whatever wire they come by."""
         return round_up(rows * self.width * max(self.forward_wire.itemsize, self.backward_wire.itemsize))
+
+    def places_at(self, rows: int) -> int:
+        """Return the byte of a block behind the destinations of so many rows."""
+        return self.destinations_at(rows) + 4 * rows
 
     def release(self) -> None:
         """Let go of the memory, once this rank has completed its last call; tensors that callers hold stay."""

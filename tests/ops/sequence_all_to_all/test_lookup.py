@@ -58,13 +58,14 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
     with cpu_group() as group:
         workspace = new_workspace(group)
         for seed in seeds:
-            drawn, tables = Call.draw(group.world_size, seed, features=3), tables_of(group.rank, dtype)
+            drawn, tables = Call.draw(group.world_size, seed, features=3, placed=seed % 2 > 0), tables_of(group.rank, dtype)
             # Only the numbers of rows are those of the draw: here all rows come from tables.
             of_ranks = [rows_read(drawn, rank, seed) for rank in range(group.world_size)]
             call = drawn._replace(rows=[rows_of(rank, dtype)[own] for rank, own in enumerate(of_ranks)])
             workspace.attach_tables([tables])
-            result = sequence_lookup_all_to_all(workspace, indices_of(call, group.rank, seed), *call.arguments(group.rank), 2.0)
-            if not torch.equal(result, torch.cat(call.pieces(group.rank))):
+            arguments = *call.arguments(group.rank), 2.0, call.places_of(group.rank)
+            result = sequence_lookup_all_to_all(workspace, indices_of(call, group.rank, seed), *arguments)
+            if not torch.equal(result, call.output(group.rank)):
                 wrong.append(f"rows of {seed}")
             result.backward(call.gradients[group.rank])
             summed = torch.zeros(sum(ROWS), WIDTH).index_add_(0, of_ranks[group.rank], call.gradient_of(group.rank))
@@ -85,11 +86,12 @@ def test_rows_come_from_tables_and_gradients_update_them(hosts: tuple[int, ...],
 
 def opcheck() -> None:
     with cpu_group() as group:
-        workspace, call = new_workspace(group), Call.draw(group.world_size, 7, features=3)
+        workspace, call = new_workspace(group), Call.draw(group.world_size, 7, features=3, placed=True)
         workspace.attach_tables([tables_of(group.rank)])
         offsets, batch_sizes, counts = call.arguments(group.rank)
         numbers = workspace.counts(counts).numbers
-        inputs = workspace.anchor, indices_of(call, group.rank, 7), offsets, batch_sizes, numbers, 1.0, workspace.handle
+        call_of_rank = call.places_of(group.rank), batch_sizes, numbers, 1.0, workspace.handle
+        inputs = workspace.anchor, indices_of(call, group.rank, 7), offsets, *call_of_rank
         # Updates of tables are no results: what compares results of several calls would see tables that have changed.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.dlrm_fused.sequence_lookup_all_to_all.default, inputs, test_utils=checks)

@@ -40,6 +40,7 @@ class Call(NamedTuple):
         rows: of each rank, those that it was asked for.
         lengths: of each rank, [features, bags].
         batch_sizes: bags of each rank.
+        places: of each rank's output rows, as the operator takes them; None in some calls.
         gradients: of each rank's output.
     """
 
@@ -48,9 +49,12 @@ class Call(NamedTuple):
     lengths: list[Tensor]
     batch_sizes: list[int]
     gradients: list[Tensor]
+    places: list[Tensor] | None
 
     @classmethod
-    def draw(cls, ranks: int, seed: int, dtype: torch.dtype = torch.float32, features: int | None = None) -> Call:
+    def draw(
+        cls, ranks: int, seed: int, dtype: torch.dtype = torch.float32, features: int | None = None, *, placed: bool = False
+    ) -> Call:
         """Draw the same call on all ranks; some ask for nothing, are asked for nothing, or have no feature."""
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         batch_sizes = [draw.choice([0, 1, 4]) if seed % 3 == 0 else 3 for _ in range(ranks)]
@@ -63,14 +67,18 @@ class Call(NamedTuple):
         counts = [[of_owner[asking] for of_owner in asked] for asking in range(ranks)]
         rows = [torch.randn(sum(n), WIDTH, generator=generator).to(dtype) for n in asked]
         gradients = [torch.randn(sum(n), WIDTH, generator=generator).to(dtype) for n in counts]
-        return cls(counts, rows, lengths, batch_sizes, gradients)
+        places = [torch.randperm(sum(n), generator=generator) for n in counts] if placed else None
+        return cls(counts, rows, lengths, batch_sizes, gradients, places)
 
     def offsets(self, owner: int) -> Tensor:
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths[owner].flatten().cumsum(0)])
 
     def arguments(self, rank: int) -> tuple[Tensor, list[int], list[list[int]]]:
-        """What the operator takes beside the rows."""
+        """What the operator takes beside the rows, the divisor and the places."""
         return self.offsets(rank), self.batch_sizes, self.counts
+
+    def places_of(self, rank: int) -> Tensor | None:
+        return None if self.places is None else self.places[rank]
 
     def numbers(self, owner: int, asking: int) -> list[int]:
         """Which rows of a rank go to another one, in their order there."""
@@ -84,11 +92,22 @@ class Call(NamedTuple):
         """The rows that a rank gets from each rank."""
         return [self.rows[owner][self.numbers(owner, asking)] for owner in range(len(self.counts))]
 
+    def output(self, asking: int) -> Tensor:
+        """What a rank gets."""
+        received, places = torch.cat(self.pieces(asking)), self.places_of(asking)
+        if places is None:
+            return received
+        output = torch.empty_like(received)
+        output[places] = received
+        return output
+
     def gradient_of(self, owner: int) -> Tensor:
         """The undivided gradient of the rows of a rank."""
         gradient = torch.empty_like(self.rows[owner])
         for asking, (of_rank, asked) in enumerate(zip(self.gradients, self.counts, strict=True)):
-            gradient[self.numbers(owner, asking)] = of_rank.split(asked)[owner]
+            places = self.places_of(asking)
+            as_received = of_rank if places is None else of_rank[places]
+            gradient[self.numbers(owner, asking)] = as_received.split(asked)[owner]
         return gradient
 
 
@@ -103,17 +122,18 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype, longest_delay: float =
     with cpu_group() as group:
         workspace = new_workspace(group, output_dtype=dtype, forward_wire=dtype, backward_wire=dtype)
         for several in (seeds[i : i + 5] for i in range(0, len(seeds), 5)):
-            calls = [Call.draw(group.world_size, seed, dtype) for seed in several]
+            calls = [Call.draw(group.world_size, seed, dtype, placed=seed % 2 > 0) for seed in several]
             leaves = [call.rows[group.rank].clone().requires_grad_() for call in calls]
             results = []
             for seed, call, rows in zip(several, calls, leaves, strict=True):
                 if seed % group.world_size == group.rank:
                     time.sleep(random.Random(seed).random() * 0.01)
-                results.append(sequence_all_to_all(workspace, rows, *call.arguments(group.rank), DIVISOR))
+                arguments = *call.arguments(group.rank), DIVISOR, call.places_of(group.rank)
+                results.append(sequence_all_to_all(workspace, rows, *arguments))
             for seed, call, rows, result in reversed(list(zip(several, calls, leaves, results, strict=True))):
                 result.backward(call.gradients[group.rank])
                 expected = (call.gradient_of(group.rank) / DIVISOR).to(dtype)
-                if not torch.equal(result, torch.cat(call.pieces(group.rank))):
+                if not torch.equal(result, call.output(group.rank)):
                     wrong.append(f"result of {seed}")
                 if not torch.equal(rows.grad, expected):
                     wrong.append(f"gradient of {seed}")
@@ -240,11 +260,12 @@ def differences_from_the_reference(seeds: Sequence[int]) -> list[int]:
     with cpu_group() as group:
         workspace, found = new_workspace(group), []
         for seed in seeds:
-            call = Call.draw(group.world_size, seed)
+            call = Call.draw(group.world_size, seed, placed=seed % 2 > 0)
             gradient = call.gradients[group.rank]
             ours, theirs = (call.rows[group.rank].clone().requires_grad_() for _ in range(2))
-            result = sequence_all_to_all(workspace, ours, *call.arguments(group.rank))
-            expected = reference(dist.group.WORLD, theirs, *call.arguments(group.rank))
+            arguments, places = call.arguments(group.rank), call.places_of(group.rank)
+            result = sequence_all_to_all(workspace, ours, *arguments, places=places)
+            expected = reference(dist.group.WORLD, theirs, *arguments, places)
             result.backward(gradient)
             expected.backward(gradient)
             if not (torch.equal(result, expected) and torch.equal(ours.grad, theirs.grad)):
@@ -297,11 +318,13 @@ def test_a_call_under_inference_mode_may_be_the_first() -> None:
 def opcheck() -> None:
     with cpu_group() as group:
         workspace = new_workspace(group)
-        call = Call.draw(group.world_size, 9)
+        call = Call.draw(group.world_size, 9, placed=True)
         rows = call.rows[group.rank].requires_grad_()
         offsets, batch_sizes, counts = call.arguments(group.rank)
-        arguments = rows, offsets, batch_sizes, workspace.counts(counts).numbers, DIVISOR, workspace.handle
-        torch.library.opcheck(torch.ops.dlrm_fused.sequence_all_to_all.default, arguments)
+        call_of_rank = batch_sizes, workspace.counts(counts).numbers, DIVISOR, workspace.handle
+        for places in (None, call.places_of(group.rank)):
+            arguments = rows, offsets, places, *call_of_rank
+            torch.library.opcheck(torch.ops.dlrm_fused.sequence_all_to_all.default, arguments)
 
 
 def test_opcheck() -> None:
@@ -372,7 +395,13 @@ def test_wrong_counts(counts: list[list[int]], message: str) -> None:
 def test_wrong_calls(count: int, offsets: list[float], batch_sizes: list[int], message: str) -> None:
     counts = SequenceWorkspace.counts(_TwoRanks(), [[count, 0], [0, 0]])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=re.escape(message)):
-        check_call(_TwoRanks(), torch.tensor(offsets), batch_sizes, counts, 1.0)  # type: ignore[arg-type]
+        check_call(_TwoRanks(), torch.tensor(offsets), None, batch_sizes, counts, 1.0)  # type: ignore[arg-type]
+
+
+def test_wrong_places() -> None:
+    counts = SequenceWorkspace.counts(_TwoRanks(), [[3, 1], [0, 0]])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=re.escape("places has shape [3], strides (1,); needed: [4], contiguous")):
+        check_call(_TwoRanks(), torch.tensor([0, 3]), torch.arange(3), [1, 0], counts, 1.0)  # type: ignore[arg-type]
 
 
 class _TwoRanks:
