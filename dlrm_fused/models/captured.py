@@ -275,10 +275,12 @@ def buffers_restored(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Give the layers' buffers back, at the end, the values that they had: runs inside do not count in statistics that layers
     keep, such as those of batch norms."""
     before = {buffer: buffer.clone() for layer in layers for buffer in layer.buffers()}
-    yield
-    with torch.no_grad():
-        for buffer, values in before.items():
-            buffer.copy_(values)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before.items():
+                buffer.copy_(values)
 
 
 @contextmanager

@@ -311,7 +311,8 @@ class ExchangedCounts:
         if self._event is not None:
             self._event.synchronize()
         elif self._work is not None:
-            self._work.wait()
+            with name_lost_peer():
+                self._work.wait()
             self._numbers = numbers_of(self._of_ranks, self._rank)
         return Counts.of(self._numbers.tolist())
 

@@ -30,6 +30,13 @@ def needs_node(tensors: Iterable[Tensor]) -> bool:
     return (torch.is_grad_enabled() and any(one.requires_grad for one in tensors)) or is_in_forward_mode()
 
 
+def expect_no_gradient(ctx: Any, output: Tensor) -> None:
+    """Let autograd hand None to a backward pass where what was computed of the output has given no gradient, and not zeros for
+    each result of a call: ``ctx.zeros()`` makes those of the output."""
+    ctx.set_materialize_grads(False)
+    ctx.zeros = functools.partial(torch.zeros, output.shape, dtype=output.dtype, device=output.device)
+
+
 def without_autocast(function: Callable[..., R]) -> Callable[..., R]:
     """Return the function as an operator runs it: its own products have the dtypes that it says, whatever the caller's autocast
     makes of products."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import needs_dispatcher, needs_node, without_autocast
+from dlrm_fused.ops.common.dispatch import expect_no_gradient, needs_dispatcher, needs_node, without_autocast
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
@@ -241,7 +241,7 @@ def _fake_backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor,
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, gates, w_in, w_out, ctx.gradient_scale, ctx.handle = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    expect_no_gradient(ctx, output[0])
     ctx.save_for_backward(gates, w_in, w_out, *output[2:])
 
 
@@ -250,7 +250,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor 
 
 
 def _gradients(ctx: Any, gradient: Tensor | None, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
-    assert gradient is not None, "what else the operator returns has no gradient"
+    gradient = ctx.zeros() if gradient is None else gradient
     x_gradient, gates_gradient, *of_weights = backward(gradient, *ctx.saved_tensors, ctx.gradient_scale, ctx.handle)
     return x_gradient, None, gates_gradient, *of_weights, None, None
 

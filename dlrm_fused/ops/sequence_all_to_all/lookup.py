@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import Operator
+from dlrm_fused.ops.common.dispatch import Operator, expect_no_gradient
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, sort_lookup
 from dlrm_fused.ops.sequence_all_to_all.op import check_call, numbers_in, receive_gradient, send
@@ -122,16 +122,8 @@ torch.library.impl("dlrm_fused::sequence_lookup_all_to_all_backward", ["cpu", "c
 
 
 @torch.library.register_fake("dlrm_fused::sequence_lookup_all_to_all")
-def _fake_forward(
-    anchor: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: list[int],
-    numbers: list[int],
-    _: float,
-    handle: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(anchor: Tensor, indices: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, numbers, _, handle = call
     workspace, count = SequenceWorkspace.of(handle), sum(Counts.of(numbers).asked)
     output = anchor.new_empty((count, workspace.width), dtype=workspace.output_dtype)
     return output, indices.new_empty(count, dtype=torch.int32), indices.new_empty(len(indices), dtype=torch.int64)
@@ -145,14 +137,22 @@ def _fake_backward(gradient: Tensor, *_: Any) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, _, offsets, places, *ctx.rest = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    expect_no_gradient(ctx, output[0])
     ctx.save_for_backward(*output[1:], offsets, places)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    assert gradient is not None, "destinations and rows have no gradient"
     backward = torch.ops.dlrm_fused.sequence_lookup_all_to_all_backward
-    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None, None, None
+    return (
+        backward(ctx.zeros() if gradient is None else gradient, *ctx.saved_tensors, *ctx.rest),
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _sequence_lookup = Operator("dlrm_fused::sequence_lookup_all_to_all", _look_up, _differentiate, _save_for_backward)

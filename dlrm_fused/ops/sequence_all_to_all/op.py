@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import Operator
+from dlrm_fused.ops.common.dispatch import Operator, expect_no_gradient
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import check_tensor
@@ -228,37 +228,36 @@ torch.library.impl("dlrm_fused::sequence_all_to_all_backward", ["cpu", "cuda"], 
 
 
 @torch.library.register_fake("dlrm_fused::sequence_all_to_all")
-def _fake_forward(
-    rows: Tensor, offsets: Tensor, places: Tensor | None, batch_sizes: list[int], numbers: list[int], _: float, handle: int
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(rows: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    *_, numbers, _, handle = call
     workspace, count = SequenceWorkspace.of(handle), sum(Counts.of(numbers).asked)
     return rows.new_empty(count, workspace.width), rows.new_empty(count, dtype=torch.int32)
 
 
 @torch.library.register_fake("dlrm_fused::sequence_all_to_all_backward")
-def _fake_backward(
-    gradient: Tensor,
-    destinations: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: list[int],
-    numbers: list[int],
-    *_: Any,
-) -> Tensor:
+def _fake_backward(gradient: Tensor, *call: Any) -> Tensor:
+    *_, numbers, _, _ = call
     return gradient.new_empty(sum(Counts.of(numbers).sent), gradient.shape[1])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, offsets, places, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+    expect_no_gradient(ctx, output[0])
     ctx.save_for_backward(output[1], offsets, places)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    assert gradient is not None, "the destinations have no gradient"
     backward = torch.ops.dlrm_fused.sequence_all_to_all_backward
-    return backward(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None, None
+    return (
+        backward(ctx.zeros() if gradient is None else gradient, *ctx.saved_tensors, *ctx.rest),
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _sequence_all_to_all = Operator("dlrm_fused::sequence_all_to_all", _deliver, _differentiate, _save_for_backward)

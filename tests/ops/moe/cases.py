@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,9 +128,11 @@ def activate(h: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def expected(case: Case, seed: int) -> list[Results]:
-    """Of all ranks, by a loop over tokens and choices, without any workspace."""
+def expected(case: Case, seed: int, without_gradient: Sequence[int] = ()) -> list[Results]:
+    """Of all ranks, by a loop over tokens and choices, without any workspace; outputs of some ranks may get no gradient."""
     by_rank = draw(case, seed)
+    for rank in without_gradient:
+        by_rank[rank].out_gradient.zero_()
     local = case.experts // case.ranks
     outs = []
     for inputs in by_rank:

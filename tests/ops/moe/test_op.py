@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dlrm_fused.ops.moe import expert_memory
+from dlrm_fused.ops.moe import expert_layer, expert_memory
 from dlrm_fused.ops.moe import workspace as moe_workspace
 from tests.distributed.launch import cpu_group, run_ranks
 from tests.ops.moe.cases import (
@@ -18,9 +18,11 @@ from tests.ops.moe.cases import (
     draw,
     expected,
     make_workspace,
+    results,
     run_cases,
     run_steps,
 )
+from tests.ops.sequence_all_to_all.test_op import WithoutGradient
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -49,6 +51,20 @@ def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None
     for rank, by_seed in enumerate(run_ranks(3, run_steps, case, 100)):
         for seed, own in enumerate(by_seed):
             torch.testing.assert_close(own, expected(case, seed)[rank], rtol=1e-5, atol=1e-5)
+
+
+def gradients_where_rank_0_gives_none() -> dict[str, torch.Tensor]:
+    with cpu_group() as group:
+        case = CASES[2][0]
+        workspace, inputs = make_workspace(group, case), draw(case, 0)[group.rank]
+        out = expert_layer(workspace, *inputs.arguments(), SCALE)
+        return results(WithoutGradient.apply(out) if group.rank == 0 else out, inputs)
+
+
+def test_a_rank_whose_output_gets_no_gradient_sends_zeros() -> None:
+    whole = expected(CASES[2][0], 0, without_gradient=[0])
+    for own, wanted in zip(run_ranks(2, gradients_where_rank_0_gives_none), whole, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
 
 
 def opcheck(activation: str) -> None:

@@ -298,6 +298,34 @@ def test_rows_and_gradients_travel_in_the_dtypes_of_the_wire() -> None:
     assert run_ranks(2, rounded_by_the_wire) == [True, True]
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Something of a user's that gives no gradient to what is before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        return None
+
+
+def gradient_where_rank_0_gives_none() -> bool:
+    with cpu_group() as group:
+        workspace, call = new_workspace(group), Call.draw(group.world_size, 9)
+        rows = call.rows[group.rank].requires_grad_()
+        result = sequence_all_to_all(workspace, rows, *call.arguments(group.rank))
+        (WithoutGradient.apply(result) if group.rank == 0 else result).backward(call.gradients[group.rank])
+        assert rows.grad is not None
+        of_others = call._replace(gradients=[torch.zeros_like(call.gradients[0]), *call.gradients[1:]])
+        return torch.equal(rows.grad, of_others.gradient_of(group.rank))
+
+
+@pytest.mark.also_interpreted
+def test_a_rank_whose_output_gets_no_gradient_sends_zeros() -> None:
+    assert run_ranks(2, gradient_where_rank_0_gives_none) == [True, True]
+
+
 def inference_before_training() -> bool:
     with cpu_group() as group:
         workspace = new_workspace(group)
