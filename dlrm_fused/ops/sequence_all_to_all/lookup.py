@@ -18,7 +18,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import Operator, expect_no_gradient
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, sort_lookup
-from dlrm_fused.ops.sequence_all_to_all.op import check_call, numbers_in, receive_gradient, send
+from dlrm_fused.ops.sequence_all_to_all.op import ARGUMENTS, SequenceCall, numbers_in, receive_gradient, send
 from dlrm_fused.ops.sequence_all_to_all.places import place_rows
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 
@@ -51,70 +51,52 @@ def sequence_lookup_all_to_all(
     return output
 
 
-_ARGUMENTS = "Tensor offsets, Tensor? places, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
 # The second result is as that of sequence_all_to_all; the third has the rows that were looked up, counted on over all tables.
 # The backward pass updates the tables of the workspace.
 torch.library.define(
-    "dlrm_fused::sequence_lookup_all_to_all", f"(Tensor anchor, Tensor indices, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+    "dlrm_fused::sequence_lookup_all_to_all", f"(Tensor anchor, Tensor indices, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
 )
 torch.library.define(
     "dlrm_fused::sequence_lookup_all_to_all_backward",
-    f"(Tensor gradient, Tensor destinations, Tensor rows, {_ARGUMENTS}) -> Tensor",
+    f"(Tensor gradient, Tensor destinations, Tensor rows, {ARGUMENTS}) -> Tensor",
 )
 
 
-def _look_up(
-    anchor: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: list[int],
-    numbers: list[int],
-    gradient_divisor: float,
-    handle: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    workspace, counts = SequenceWorkspace.of(handle), Counts.of(numbers)
-    workspace.begin_call()
+def _look_up(anchor: Tensor, indices: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = SequenceCall.begin(*arguments)
+    workspace, counts, offsets = call.workspace, call.counts, call.offsets
     with workspace.checks(counts):
-        check_call(workspace, offsets, places, batch_sizes, counts, gradient_divisor)
+        call.check()
         dtype = torch.int32 if indices.dtype == torch.int32 else torch.int64
         check_tensor(workspace, "indices", indices, dtype, (counts.sent_bounds[-1],))
         if workspace.table is None and len(indices):
             raise UsageError(f"{workspace.name}: {len(indices)} indices, but no tables; attach them first")
         features = len(workspace.feature_first_rows)
-        if len(indices) and offsets.numel() - 1 != features * sum(batch_sizes):
+        if len(indices) and offsets.numel() - 1 != features * sum(call.batch_sizes):
             raise UsageError(f"{workspace.name}: {offsets.numel()} offsets; needed: those of {features} features, and the end")
-    targets, rows = place_rows(offsets, batch_sizes, counts, indices, workspace.feature_first_rows)
+    targets, rows = place_rows(offsets, call.batch_sizes, counts, indices, workspace.feature_first_rows)
     assert rows is not None
     if workspace.table is None:
         source = torch.empty(0, workspace.width, dtype=workspace.forward_wire, device=workspace.device)
     else:
         begin, of_tables = workspace.table.offsets[0], workspace.table.total_rows
         source = workspace.table.weights[begin : begin + of_tables * workspace.width].view(of_tables, workspace.width)
-    return *send(workspace, counts, offsets, places, batch_sizes, source, rows, targets), rows
+    return *send(call, source, rows, targets), rows
 
 
-def _update(
-    gradient: Tensor,
-    destinations: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: list[int],
-    numbers: list[int],
-    gradient_divisor: float,
-    handle: int,
-) -> Tensor:
-    workspace = SequenceWorkspace.of(handle)
-    workspace.begin_call()
-    arrived = receive_gradient(workspace, gradient, destinations, offsets, places, batch_sizes, Counts.of(numbers))
+def _update(gradient: Tensor, destinations: Tensor, rows: Tensor, *arguments: Any) -> Tensor:
+    call = SequenceCall.begin(*arguments)
+    workspace = call.workspace
+    arrived = receive_gradient(call, gradient, destinations)
     table = workspace.table
     if table is not None and table.optimizer is not None:
         # Bags of one, so that each row of the gradient belongs to one index.
         of_rows = torch.arange(len(rows) + 1, device=rows.device)
         in_order = sort_lookup(table, rows, of_rows)
         # Gradients that a peer has failed to send must not reach the tables.
-        apply_gradients(table, in_order, arrived, rows, of_rows, None, 1 / gradient_divisor, cancelled=workspace.channel.fault)
+        apply_gradients(
+            table, in_order, arrived, rows, of_rows, None, 1 / call.gradient_divisor, cancelled=workspace.channel.fault
+        )
     return torch.empty(0, device=workspace.device)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -58,11 +59,11 @@ def sequence_all_to_all(
     return output  # type: ignore[no-any-return]
 
 
-_ARGUMENTS = "Tensor offsets, Tensor? places, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
+ARGUMENTS = "Tensor offsets, Tensor? places, int[] batch_sizes, int[] counts, float gradient_divisor, int handle"
 # The second result says to which row of which rank the gradient of each row goes; -1 for those of other hosts.
-torch.library.define("dlrm_fused::sequence_all_to_all", f"(Tensor rows, {_ARGUMENTS}) -> (Tensor, Tensor)")
+torch.library.define("dlrm_fused::sequence_all_to_all", f"(Tensor rows, {ARGUMENTS}) -> (Tensor, Tensor)")
 torch.library.define(
-    "dlrm_fused::sequence_all_to_all_backward", f"(Tensor gradient, Tensor destinations, {_ARGUMENTS}) -> Tensor"
+    "dlrm_fused::sequence_all_to_all_backward", f"(Tensor gradient, Tensor destinations, {ARGUMENTS}) -> Tensor"
 )
 
 
@@ -74,60 +75,60 @@ def numbers_in(workspace: SequenceWorkspace, counts: Counts | Sequence[Sequence[
         return workspace.counts(counts).numbers
 
 
-def _deliver(
-    rows: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: list[int],
-    numbers: list[int],
-    gradient_divisor: float,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
-    workspace, counts = SequenceWorkspace.of(handle), Counts.of(numbers)
-    workspace.begin_call()
+@dataclass(frozen=True)
+class SequenceCall:
+    """The arguments that both operators have, as of :func:`sequence_all_to_all`."""
+
+    offsets: Tensor
+    places: Tensor | None
+    batch_sizes: list[int]
+    counts: Counts
+    gradient_divisor: float
+    workspace: SequenceWorkspace
+
+    @classmethod
+    def begin(cls, *arguments: Any) -> Self:
+        """Begin a call with the operator's last arguments, those of ``ARGUMENTS``."""
+        offsets, places, batch_sizes, numbers, gradient_divisor, handle = arguments
+        workspace = SequenceWorkspace.of(handle)
+        call = cls(offsets, places, batch_sizes, Counts.of(numbers), gradient_divisor, workspace)
+        call.workspace.begin_call()
+        return call
+
+    def check(self) -> None:
+        """Raise UsageError for wrong arguments."""
+        name, ranks, counts, bags = self.workspace.name, self.workspace.world_size, self.counts, sum(self.batch_sizes)
+        if len(self.batch_sizes) != ranks or min(self.batch_sizes) < 0:
+            raise UsageError(f"{name}: batch_sizes={self.batch_sizes}; needed: a number, at least 0, for each of {ranks} ranks")
+        if self.offsets.dtype not in (torch.int32, torch.int64):
+            raise UsageError(f"{name}: offsets is {self.offsets.dtype}; needed: torch.int32 or torch.int64")
+        features = (self.offsets.numel() - 1) // max(bags, 1)
+        check_tensor(self.workspace, "offsets", self.offsets, self.offsets.dtype, (features * bags + 1,))
+        if self.places is not None:
+            check_tensor(self.workspace, "places", self.places, torch.int64, (counts.received_bounds[-1],))
+        if counts.sent_bounds[-1] and not features:
+            raise UsageError(f"{name}: {counts.sent_bounds[-1]} ids, but offsets of no feature; counts={list(counts.sent)}")
+        if ranks * counts.most_rows >= 2**31:
+            raise UsageError(f"{name}: a rank receives {counts.most_rows} rows; needed: less than 2**31 / {ranks}")
+        if not self.gradient_divisor > 0:
+            raise UsageError(f"{name}: gradient_divisor={self.gradient_divisor}; needed: a positive number")
+
+    def order(self) -> Tensor:
+        """Return the numbers of this rank's rows by the rank that asked for them."""
+        return order_by_rank(self.offsets, self.batch_sizes, self.counts.sent_bounds[-1])
+
+
+def _deliver(rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    call = SequenceCall.begin(*arguments)
+    workspace, counts = call.workspace, call.counts
     with workspace.checks(counts):
-        check_call(workspace, offsets, places, batch_sizes, counts, gradient_divisor)
+        call.check()
         check_tensor(workspace, "rows", rows, workspace.output_dtype, (counts.sent_bounds[-1], workspace.width))
-    targets, _ = place_rows(offsets, batch_sizes, counts) if uses_kernels(workspace.device) else (None, None)
-    return send(workspace, counts, offsets, places, batch_sizes, _on_wire(rows, workspace.forward_wire), None, targets)
+    targets, _ = place_rows(call.offsets, call.batch_sizes, counts) if uses_kernels(workspace.device) else (None, None)
+    return send(call, _on_wire(rows, workspace.forward_wire), None, targets)
 
 
-def check_call(
-    workspace: SequenceWorkspace,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: Sequence[int],
-    counts: Counts,
-    gradient_divisor: float,
-) -> None:
-    """Raise UsageError for wrong arguments of a call."""
-    name, ranks, bags = workspace.name, workspace.world_size, sum(batch_sizes)
-    if len(batch_sizes) != ranks or min(batch_sizes) < 0:
-        raise UsageError(f"{name}: batch_sizes={list(batch_sizes)}; needed: a number, at least 0, for each of {ranks} ranks")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise UsageError(f"{name}: offsets is {offsets.dtype}; needed: torch.int32 or torch.int64")
-    features = (offsets.numel() - 1) // max(bags, 1)
-    check_tensor(workspace, "offsets", offsets, offsets.dtype, (features * bags + 1,))
-    if places is not None:
-        check_tensor(workspace, "places", places, torch.int64, (counts.received_bounds[-1],))
-    if counts.sent_bounds[-1] and not features:
-        raise UsageError(f"{name}: {counts.sent_bounds[-1]} ids, but offsets of no feature; counts={list(counts.sent)}")
-    if ranks * counts.most_rows >= 2**31:
-        raise UsageError(f"{name}: a rank receives {counts.most_rows} rows; needed: less than 2**31 / {ranks}")
-    if not gradient_divisor > 0:
-        raise UsageError(f"{name}: gradient_divisor={gradient_divisor}; needed: a positive number")
-
-
-def send(
-    workspace: SequenceWorkspace,
-    counts: Counts,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: Sequence[int],
-    source: Tensor,
-    source_rows: Tensor | None,
-    targets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def send(call: SequenceCall, source: Tensor, source_rows: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks that asked for them, and receive those that this rank asked for. Collective.
 
     Args:
@@ -138,11 +139,11 @@ def send(
         the output of :func:`sequence_all_to_all`, and int32 [sum of counts[rank]]: rank * most_rows + i of its row i, -1 for
         those of other hosts.
     """
-    remote, begins, items = workspace.group.hosts.remote, counts.received_bounds, None
+    workspace, counts, places, items = call.workspace, call.counts, call.places, None
+    remote, begins, device = workspace.group.hosts.remote, counts.received_bounds, call.offsets.device
     if remote or targets is None:
-        order = order_by_rank(offsets, batch_sizes, counts.sent_bounds[-1])
-        items = ItemsByRank(counts.sent_bounds, order, None, counts.most_rows, counts.first_rows)
-    received = {owner: torch.arange(begins[owner], begins[owner + 1], device=offsets.device) for owner in remote}
+        items = ItemsByRank(counts.sent_bounds, call.order(), None, counts.most_rows, counts.first_rows)
+    received = {owner: torch.arange(begins[owner], begins[owner + 1], device=device) for owner in remote}
     if places is not None:
         received = {owner: places[own] for owner, own in received.items()}
     pool, block = _open(workspace, counts, begins[-1], workspace.forward_wire)
@@ -156,7 +157,7 @@ def send(
         words(places_at).copy_(places)
     window = workspace.window(pool, block, "forward", counts.fingerprint, places is None)
     scatter_rows(
-        source, offsets if targets is None else targets, window, rows_per_rank=counts.most_rows, source_rows=source_rows,
+        source, call.offsets if targets is None else targets, window, rows_per_rank=counts.most_rows, source_rows=source_rows,
         dtype=workspace.forward_wire, destinations_at=destinations_at, destinations_per_rank=counts.most_rows,
         places_at=None if places is None else places_at, received=received, by_rank=items,
     )  # fmt: skip
@@ -166,37 +167,19 @@ def send(
     return pool.to_hold(block).to(workspace.output_dtype), destinations
 
 
-def _return_gradient(
-    gradient: Tensor,
-    destinations: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: list[int],
-    numbers: list[int],
-    gradient_divisor: float,
-    handle: int,
-) -> Tensor:
-    workspace = SequenceWorkspace.of(handle)
-    workspace.begin_call()
-    result = receive_gradient(workspace, gradient, destinations, offsets, places, batch_sizes, Counts.of(numbers))
-    result = result.to(workspace.output_dtype)
-    return result if gradient_divisor == 1 else result.div_(gradient_divisor)
+def _return_gradient(gradient: Tensor, destinations: Tensor, *arguments: Any) -> Tensor:
+    call = SequenceCall.begin(*arguments)
+    result = receive_gradient(call, gradient, destinations).to(call.workspace.output_dtype)
+    return result if call.gradient_divisor == 1 else result.div_(call.gradient_divisor)
 
 
-def receive_gradient(
-    workspace: SequenceWorkspace,
-    gradient: Tensor,
-    destinations: Tensor,
-    offsets: Tensor,
-    places: Tensor | None,
-    batch_sizes: Sequence[int],
-    counts: Counts,
-) -> Tensor:
+def receive_gradient(call: SequenceCall, gradient: Tensor, destinations: Tensor) -> Tensor:
     """Return the gradients of the rows that this rank has sent, [n, width], in the wire's dtype. Collective.
 
     Args:
-        gradient: of the output; the other arguments are those of the forward pass, and what :func:`send` has returned.
+        gradient: of the output; ``destinations`` are what :func:`send` has returned in the forward pass.
     """
+    workspace, counts, places = call.workspace, call.counts, call.places
     with abort_peers_on_error(workspace.channel):
         gradient = gradient.contiguous()
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, (counts.received_bounds[-1], workspace.width))
@@ -205,7 +188,7 @@ def receive_gradient(
         in_order = destinations if places is None else destinations.index_select(0, places)
         items = ItemsByRank(counts.received_bounds, places, in_order, counts.most_rows)
     if remote:
-        of_ranks = order_by_rank(offsets, batch_sizes, counts.sent_bounds[-1]).split(counts.sent)
+        of_ranks = call.order().split(counts.sent)
         received = {asking: of_ranks[asking] for asking in remote}
     pool, block = _open(workspace, counts, counts.sent_bounds[-1], workspace.backward_wire)
     window = workspace.window(pool, block, "backward", counts.fingerprint)

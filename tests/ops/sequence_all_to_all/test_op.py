@@ -22,7 +22,7 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.common import scatter_rows
 from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, op, reference, sequence_all_to_all
-from dlrm_fused.ops.sequence_all_to_all.op import check_call
+from dlrm_fused.ops.sequence_all_to_all.op import SequenceCall
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric import device as protocol
 from dlrm_fused.training.runtime import Rank, process_group
@@ -197,9 +197,9 @@ def reuse_blocks_that_are_held() -> None:
 def send_gradients_by_the_destinations_of_the_first_call() -> None:
     receive, first = op.receive_gradient, list[Tensor]()
 
-    def receive_with_those(workspace: Any, gradient: Tensor, destinations: Tensor, *others: Any) -> Tensor:
+    def receive_with_those(call: op.SequenceCall, gradient: Tensor, destinations: Tensor) -> Tensor:
         first.append(destinations)
-        return receive(workspace, gradient, first[0], *others)
+        return receive(call, gradient, first[0])
 
     op.receive_gradient = receive_with_those
 
@@ -423,13 +423,13 @@ def test_wrong_counts(counts: list[list[int]], message: str) -> None:
 def test_wrong_calls(count: int, offsets: list[float], batch_sizes: list[int], message: str) -> None:
     counts = SequenceWorkspace.counts(_TwoRanks(), [[count, 0], [0, 0]])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=re.escape(message)):
-        check_call(_TwoRanks(), torch.tensor(offsets), None, batch_sizes, counts, 1.0)  # type: ignore[arg-type]
+        SequenceCall(torch.tensor(offsets), None, batch_sizes, counts, 1.0, _TwoRanks()).check()  # type: ignore[arg-type]
 
 
 def test_wrong_places() -> None:
     counts = SequenceWorkspace.counts(_TwoRanks(), [[3, 1], [0, 0]])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=re.escape("places has shape [3], strides (1,); needed: [4], contiguous")):
-        check_call(_TwoRanks(), torch.tensor([0, 3]), torch.arange(3), [1, 0], counts, 1.0)  # type: ignore[arg-type]
+        SequenceCall(torch.tensor([0, 3]), torch.arange(3), [1, 0], counts, 1.0, _TwoRanks()).check()  # type: ignore[arg-type]
 
 
 class _TwoRanks:
