@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import Operator, expect_no_gradient
+from dlrm_fused.ops.common.dispatch import Operator
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, sort_lookup
-from dlrm_fused.ops.sequence_all_to_all.op import ARGUMENTS, SequenceCall, numbers_in, receive_gradient, send
+from dlrm_fused.ops.sequence_all_to_all.op import (
+    ARGUMENTS,
+    SequenceCall,
+    differentiate_by,
+    numbers_in,
+    receive_gradient,
+    save_for_backward,
+    send,
+)
 from dlrm_fused.ops.sequence_all_to_all.places import place_rows
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 
@@ -116,25 +124,5 @@ def _fake_backward(gradient: Tensor, *_: Any) -> Tensor:
     return gradient.new_empty(0, dtype=torch.float32)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, offsets, places, *ctx.rest = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    expect_no_gradient(ctx, output[0])
-    ctx.save_for_backward(*output[1:], offsets, places)
-
-
-def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.dlrm_fused.sequence_lookup_all_to_all_backward
-    return (
-        backward(ctx.zeros() if gradient is None else gradient, *ctx.saved_tensors, *ctx.rest),
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
-
-
-_sequence_lookup = Operator("dlrm_fused::sequence_lookup_all_to_all", _look_up, _differentiate, _save_for_backward)
+_differentiate = differentiate_by("sequence_lookup_all_to_all_backward")
+_sequence_lookup = Operator("dlrm_fused::sequence_lookup_all_to_all", _look_up, _differentiate, save_for_backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -223,24 +223,26 @@ def _fake_backward(gradient: Tensor, *call: Any) -> Tensor:
     return gradient.new_empty(sum(Counts.of(numbers).sent), gradient.shape[1])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, offsets, places, *ctx.rest = inputs
-    ctx.mark_non_differentiable(output[1])
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward pass of either operator takes: results but the first, and the arguments of the call."""
+    *_, offsets, places, batch_sizes, numbers, gradient_divisor, handle = inputs
+    ctx.rest = batch_sizes, numbers, gradient_divisor, handle
+    # None of what follows the first input has a gradient.
+    ctx.of_others = [None] * (len(inputs) - 1)
+    ctx.mark_non_differentiable(*output[1:])
     expect_no_gradient(ctx, output[0])
-    ctx.save_for_backward(output[1], offsets, places)
+    ctx.save_for_backward(*output[1:], offsets, places)
 
 
-def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.dlrm_fused.sequence_all_to_all_backward
-    return (
-        backward(ctx.zeros() if gradient is None else gradient, *ctx.saved_tensors, *ctx.rest),
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
+def differentiate_by(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the backward pass of an operator, which this one of ``torch.ops.dlrm_fused`` computes."""
+
+    def differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        gradient = ctx.zeros() if gradient is None else gradient
+        return getattr(torch.ops.dlrm_fused, name)(gradient, *ctx.saved_tensors, *ctx.rest), *ctx.of_others
+
+    return differentiate
 
 
-_sequence_all_to_all = Operator("dlrm_fused::sequence_all_to_all", _deliver, _differentiate, _save_for_backward)
+_differentiate = differentiate_by("sequence_all_to_all_backward")
+_sequence_all_to_all = Operator("dlrm_fused::sequence_all_to_all", _deliver, _differentiate, save_for_backward)

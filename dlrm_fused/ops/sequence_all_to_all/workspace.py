@@ -172,7 +172,7 @@ class SequenceWorkspace(Workspace):
         Where the counts need more memory, all ranks are asked before it is allocated.
         """
         if self._pool is None or counts.most_rows > self._most_rows:
-            return asked_of_all_ranks(self, "counts", (counts.most_rows, counts.fingerprint))
+            return asked_of_all_ranks(self, "most rows and checksum of counts", (counts.most_rows, counts.fingerprint))
         return abort_peers_on_error(self.channel)
 
     def pool(self, counts: Counts) -> BlockPool:
