@@ -59,11 +59,13 @@ class ExpertComputation:
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-        x, w_in, w_out = x.to(dtype).contiguous(), w_in.to(dtype), w_out.to(dtype)
-        scale = 1 / group_size(self.group)
+        x, scale = x.to(dtype).contiguous(), 1 / group_size(self.group)
+        most = len(x) if self.workspace is None else self.workspace.max_tokens
+        takes_float32 = self.workspace is not None and w_in.dtype == w_out.dtype == torch.float32
+        if not takes_float32 or len(x) > most:  # the operator would round them in each of several calls
+            w_in, w_out = w_in.to(dtype), w_out.to(dtype)
         if self.workspace is None:
             return reference(self.group, x, experts, gates, w_in, w_out, scale, self.activation), None
-        most = self.workspace.max_tokens
         calls = zip(x.split(most), experts.split(most), gates.split(most), strict=True)
         results = [
             expert_layer_with_slots(self.workspace, x, experts, gates, w_in, w_out, scale) for x, experts, gates in calls
@@ -143,8 +145,8 @@ def _step_of_a_layer(
     own = settings.count // group_size(computation.group)
     x = torch.ones(tokens, width, dtype=dtype, device=device, requires_grad=True)
     parts = ACTIVATIONS[settings.activation.name].parts
-    w_in = torch.ones(own, parts * settings.hidden, width, dtype=dtype, device=device, requires_grad=True)
-    w_out = torch.ones(own, width, settings.hidden, dtype=dtype, device=device, requires_grad=True)
+    w_in = torch.ones(own, parts * settings.hidden, width, device=device, requires_grad=True)
+    w_out = torch.ones(own, width, settings.hidden, device=device, requires_grad=True)
     slots = torch.arange(tokens * settings.top_k, device=device).view(tokens, settings.top_k)
     gates = torch.ones(slots.shape, device=device, requires_grad=True)
 

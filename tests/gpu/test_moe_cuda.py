@@ -143,6 +143,22 @@ def equal_to_dense_in_small_tiles(group: SymmetricGroup, most: int, activation: 
         moe_workspace._FEWEST_TILE_ROWS = before
 
 
+def float32_weights_have_the_gradients_of_rounded_ones(group: SymmetricGroup, most: int) -> None:
+    """Of experts with so many tokens of a rank that the tiles of the weights' gradients are wide, and of others."""
+    workspace, given = make_workspace(group, HALF, max_tokens=most), draw(group, most, evenly, HALF)
+    rounded = fused(workspace, given)
+    x, gates, *_ = leaves_of(given, HALF)
+    weights = [weight.float().requires_grad_() for weight in (given.w_in, given.w_out)]
+    out = expert_layer(workspace, x, given.experts, gates, *weights, SCALE)
+    gradients = torch.autograd.grad(out, [x, gates, *weights], given.out_gradient)
+    assert gradients[2].dtype == gradients[3].dtype == torch.float32
+    for own, wanted in zip([out, *gradients], rounded, strict=True):
+        assert torch.equal(own, wanted.to(own.dtype))
+    workspace.raise_fault()
+    if most > TOKENS:
+        assert_close(rounded, dense(given, "silu"), TOLERANCE[HALF])
+
+
 def same_bits_with_delays(group: SymmetricGroup) -> None:
     """Ranks are late at random; the same inputs give the same bits, and results that are held stay as they are."""
     workspace, late = make_workspace(group, HALF), random.Random(group.rank)
@@ -276,12 +292,14 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "swiglu in 16 bits": partial(equal_to_dense, dtype=HALF, choose=evenly, activation="swiglu"),
     "tiles of 16 rows": partial(equal_to_dense_in_small_tiles, most=12),
     "tiles of 32 rows, swiglu": partial(equal_to_dense_in_small_tiles, activation="swiglu", most=30),
+    "weights in fp32": partial(float32_weights_have_the_gradients_of_rounded_ones, most=TOKENS),
     "same bits with delays": same_bits_with_delays,
     "graphs": replays_have_the_bits_of_eager_calls,
     "losses of both": losses_of_both,
 }
 if ON_GPU:
     CHECKS |= {
+        "weights in fp32, wide tiles": partial(float32_weights_have_the_gradients_of_rounded_ones, most=3000),
         "skewed in fp16": partial(equal_to_dense, dtype=torch.float16, choose=skewed),
         "no wait of the host": no_wait_of_the_host,
         "memory": memory_is_what_was_predicted,

@@ -264,6 +264,7 @@ def launch_gemm(dtype: torch.dtype) -> None:
     gemm.grouped_gemm(x, weight, groups(), out)
     gemm.grouped_gemm(x, weight, groups(), out, weight_is_transposed=True)
     grouped_weight_gradient(x, x, groups(), weight)
+    grouped_weight_gradient(x, x, groups(), weight.float(), expected_rows=4096)
 
 
 def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:

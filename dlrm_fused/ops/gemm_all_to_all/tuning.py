@@ -16,6 +16,8 @@ _LEAST_DEPTH_OF_PIECE = 2048
 # Tiles are not made smaller than this where shared memory is short: bytes of a row of a step, and columns of a tile.
 _LEAST_STEP_BYTES, _LEAST_COLUMNS = 64, 64
 _BARRIER_BYTES = 256
+# Rows of a group from which on the gradient of its weight has wide tiles: with 256 they take longer, with 2,048 they do not.
+_ROWS_FOR_WIDE_GRADIENTS = 1024
 # Calls repeat a few shapes, step after step.
 _KEPT_SHAPES = 1024
 
@@ -116,17 +118,20 @@ def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:
     return Tiles(tile_rows, 128, depth, band=8, warps=4, stages=4, programs=2)
 
 
-def weight_gradient_tiles(element_size: int) -> Tiles:
-    """Return the tiles of the gradient of a group's weight.
+def weight_gradient_tiles(element_size: int, expected_rows: float) -> Tiles:
+    """Return the tiles of the gradient of the weight of a group with so many rows.
 
-    If groups have few rows, writing it takes longest: one program stores, while another computes.
+    If groups have few rows, writing it takes longest: one program stores, while another computes. If they have many, wide
+    tiles need fewer loads.
     """
     if _override:
         return _override
     depth = 128 // element_size
-    if element_size < 4:
-        return Tiles(128, 128, depth, band=1, warps=4, stages=3, programs=2)
-    return Tiles(128, 128, depth, band=1, warps=8, stages=3, programs=1)
+    if element_size == 4:
+        return Tiles(128, 128, depth, band=16, warps=8, stages=3, programs=1)
+    if expected_rows < _ROWS_FOR_WIDE_GRADIENTS:
+        return Tiles(128, 128, depth, band=16, warps=4, stages=3, programs=2)
+    return Tiles(128, 256, depth, band=16, warps=8, stages=3, programs=1)
 
 
 def tiles_of_product(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Tiles:

@@ -42,7 +42,9 @@ def expert_layer(
         experts: int64 [T, k]: ids from 0 to experts - 1, distinct in a row, or -1: none. On GPUs, where to look would be to
             wait for the device, other ids count as none, and so do repeated ones.
         gates: fp32 [T, k].
-        w_in: [experts / ranks, f, d], those of this rank; contiguous, as ``w_out``. With SwiGLU [experts / ranks, 2 * f, d].
+        w_in: [experts / ranks, f, d], those of this rank; contiguous, as ``w_out``. With SwiGLU [experts / ranks, 2 * f, d]. In
+            the workspace's dtype, or both in float32: then they are rounded to it here, and their gradients are in float32,
+            with the same values as those of the rounded weights.
         w_out: [experts / ranks, d, f].
         gradient_scale: factor of the gradients of w_in and w_out, which are sums over the tokens of all ranks.
 
@@ -79,17 +81,18 @@ def expert_layer_with_slots(
 
 
 # Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
-# layer before and after its activation, the experts' results by slot, the routes, and the order of tiles.
+# layer before and after its activation, the experts' results by slot, the routes, the order of tiles, and both weights if they
+# were rounded; empty tensors if not.
 torch.library.define(
     "dlrm_fused::expert_layer",
     "(Tensor x, Tensor experts, Tensor gates, Tensor w_in, Tensor w_out, float gradient_scale, int handle) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
     "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, "
-    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, float gradient_scale, int handle) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, ScalarType weights_dtype, "
+    "float gradient_scale, int handle) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -105,7 +108,8 @@ def _forward(
     if not uses_kernels(workspace.device):
         with abort_peers_on_error(workspace.channel):
             _check_ids(workspace, experts)
-    x, w_in, w_out = aligned(x), aligned(w_in), aligned(w_out)
+    is_rounded = w_in.dtype != workspace.dtype
+    x, w_in, w_out = aligned(x), aligned(w_in.to(workspace.dtype)), aligned(w_out.to(workspace.dtype))
     steps = workspace.steps
 
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
@@ -138,12 +142,13 @@ def _forward(
     steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
-    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles)
+    rounded = (w_in, w_out) if is_rounded else (w_in.new_empty(0), w_out.new_empty(0))
+    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles), *rounded
 
 
 @without_autocast
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
-    received, hidden, activated, combined, targets, bounds, local_from, order, gradient_scale, handle = held
+    received, hidden, activated, combined, targets, bounds, local_from, order, weights_dtype, gradient_scale, handle = held
     workspace = ExpertWorkspace.of(handle)
     workspace.begin_call()
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
@@ -168,8 +173,8 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
     return (
         steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k),
         steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),
-        steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, gradient_scale),
-        steps.weight_gradient(gradient_rows, activated, groups, gradient_scale),
+        steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, gradient_scale, weights_dtype),
+        steps.weight_gradient(gradient_rows, activated, groups, gradient_scale, weights_dtype),
     )
 
 
@@ -180,12 +185,13 @@ def _check_inputs(workspace: ExpertWorkspace, x: Tensor, experts: Tensor, gates:
             raise UsageError(f"{workspace.name}: {key} has shape {list(tensor.shape)}; needed: {dims} dimensions")
     tokens, parts = x.shape[0], workspace.activation.parts
     hidden = w_in.shape[1] // parts
+    of_weights = torch.float32 if w_in.dtype == w_out.dtype == torch.float32 else workspace.dtype
     expected = {
         "x": (x, workspace.dtype, [tokens, workspace.width]),
         "experts": (experts, torch.int64, [tokens, workspace.top_k]),
         "gates": (gates, torch.float32, [tokens, workspace.top_k]),
-        "w_in": (w_in, workspace.dtype, [local, parts * hidden, workspace.width]),
-        "w_out": (w_out, workspace.dtype, [local, workspace.width, hidden]),
+        "w_in": (w_in, of_weights, [local, parts * hidden, workspace.width]),
+        "w_out": (w_out, of_weights, [local, workspace.width, hidden]),
     }
     for key, (tensor, dtype, shape) in expected.items():
         check_tensor(workspace, key, tensor, dtype, shape)
@@ -230,19 +236,24 @@ def _fake_forward(
         experts.new_empty(local + 1, dtype=torch.int32),
         experts.new_empty(local, dtype=torch.int32),
         experts.new_empty(2, workspace.tiles, dtype=torch.int32),
+        *(x.new_empty(0 if weight.dtype == workspace.dtype else weight.shape) for weight in (w_in, w_out)),
     )
 
 
 @torch.library.register_fake("dlrm_fused::expert_layer_backward")
 def _fake_backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
-    return gradient.new_empty(gradient.shape), gates.new_empty(gates.shape), torch.empty_like(w_in), torch.empty_like(w_out)
+    weights_dtype = held[8]
+    of_weights = (torch.empty_like(weight, dtype=weights_dtype) for weight in (w_in, w_out))
+    return gradient.new_empty(gradient.shape), gates.new_empty(gates.shape), *of_weights
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, gates, w_in, w_out, ctx.gradient_scale, ctx.handle = inputs
     ctx.mark_non_differentiable(*output[1:])
     expect_no_gradient(ctx, output[0])
-    ctx.save_for_backward(gates, w_in, w_out, *output[2:])
+    *held, rounded_in, rounded_out = output[2:]
+    ctx.weights_dtype, is_rounded = w_in.dtype, rounded_in.numel() > 0
+    ctx.save_for_backward(gates, *((rounded_in, rounded_out) if is_rounded else (w_in, w_out)), *held)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -251,7 +262,9 @@ def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor 
 
 def _gradients(ctx: Any, gradient: Tensor | None, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
     gradient = ctx.zeros() if gradient is None else gradient
-    x_gradient, gates_gradient, *of_weights = backward(gradient, *ctx.saved_tensors, ctx.gradient_scale, ctx.handle)
+    x_gradient, gates_gradient, *of_weights = backward(
+        gradient, *ctx.saved_tensors, ctx.weights_dtype, ctx.gradient_scale, ctx.handle
+    )
     return x_gradient, None, gates_gradient, *of_weights, None, None
 
 

@@ -33,8 +33,9 @@ class HostSteps:
     All but :meth:`combine`, an epoch of a channel, are local.
     """
 
-    def __init__(self, activation: Activation) -> None:
-        self.activation = activation
+    def __init__(self, activation: Activation, expected_rows: float = 0.0) -> None:
+        """``expected_rows``: of an expert on average; decides on tiles alone."""
+        self.activation, self.expected_rows = activation, expected_rows
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         """Zero those rows [R, d] of the groups whose destination, int32 [R], is negative."""
@@ -53,9 +54,12 @@ class HostSteps:
             h_gradient[part] = self.activation.gradient(gradient[part] @ w_out[expert], h[part])
         return h_gradient
 
-    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
-        """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
-        return torch.stack([scale * (gradient[part].T @ rows[part]) for part in groups.slices()])
+    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float, dtype: torch.dtype) -> Tensor:
+        """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K].
+
+        It is rounded to the dtype of the rows, and then given in ``dtype``: that, or float32.
+        """
+        return torch.stack([scale * (gradient[part].T @ rows[part]) for part in groups.slices()]).to(dtype)
 
     def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
         """Multiply rows by their expert's weight, and store each in its slot at its token's rank. Collective.
@@ -106,9 +110,9 @@ class KernelSteps(HostSteps):
         hidden_layer_gradient(gradient, w_out, h, groups, h_gradient)
         return h_gradient
 
-    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
-        result = rows.new_empty(groups.local_from.numel(), gradient.shape[1], rows.shape[1])
-        grouped_weight_gradient(gradient, rows, groups, result, scale)
+    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float, dtype: torch.dtype) -> Tensor:
+        result = rows.new_empty(groups.local_from.numel(), gradient.shape[1], rows.shape[1], dtype=dtype)
+        grouped_weight_gradient(gradient, rows, groups, result, scale, expected_rows=self.expected_rows)
         return result
 
     def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:

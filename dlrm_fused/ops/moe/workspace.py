@@ -73,7 +73,7 @@ def expert_memory(
     """
     tile_rows = 1
     if with_kernels:
-        expected = ranks * max_tokens * top_k / experts
+        expected = rows_of_an_expert(ranks, experts, top_k, max_tokens)
         tile_rows = max(_FEWEST_TILE_ROWS, next(tile for least, tile in _TILE_ROWS.items() if expected >= least))
     rows, slots = max_rows_of_rank(ranks, experts, top_k, max_tokens, tile_rows), max_tokens * top_k
     destinations_at = rows * width * dtype.itemsize
@@ -85,6 +85,11 @@ def expert_memory(
     return ExpertMemory(
         tile_rows, rows, slots, received_bytes, destinations_at, combined_bytes, symmetric_bytes, dtype.itemsize
     )
+
+
+def rows_of_an_expert(ranks: int, experts: int, top_k: int, max_tokens: int) -> float:
+    """Return how many rows an expert has on average, if all tokens are there."""
+    return ranks * max_tokens * top_k / experts
 
 
 class ExpertWorkspace(Workspace):
@@ -141,7 +146,8 @@ class ExpertWorkspace(Workspace):
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
         self.received = BlockPool.with_spare(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
         self.combined = BlockPool.with_spare(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
-        self.steps = (KernelSteps if with_kernels else HostSteps)(self.activation)
+        expected_rows = rows_of_an_expert(group.world_size, experts, top_k, max_tokens)
+        self.steps = (KernelSteps if with_kernels else HostSteps)(self.activation, expected_rows)
 
     @property
     def local_experts(self) -> int:

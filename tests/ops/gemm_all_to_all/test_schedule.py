@@ -166,7 +166,7 @@ def test_tiles_fit_in_shared_memory(kib: int, element_size: int) -> None:
     chosen = [tuning.tiles_of_groups(columns, element_size, rows) for columns in (64, 4096) for rows in (16, 64, 128)]
     chosen += [tuning.tiles_of_product(2**k, 4096, 2**k, element_size, H100) for k in range(4, 16)]
     chosen += [
-        tuning.weight_gradient_tiles(element_size),
+        *(tuning.weight_gradient_tiles(element_size, expected_rows) for expected_rows in (0, 4096)),
         *(tuning.Tiles(*fields) for shape, fields in recorded_tiles().items() if shape[3] == element_size),
     ]
     for tiles in chosen:

@@ -202,6 +202,17 @@ def run_cases(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[tup
         return seen
 
 
+def run_float32_weights(case: Case, dtype: torch.dtype) -> tuple[Results, Results]:
+    """In a process of each rank: results with weights in ``dtype``, and with these in float32 that are rounded to it."""
+    with cpu_group() as group:
+        workspace = make_workspace(group, case, dtype=dtype)
+        rounded, exact = (draw(case, 0, dtype)[group.rank] for _ in range(2))
+        exact.w_in, exact.w_out = (w.detach().float().requires_grad_() for w in (rounded.w_in, rounded.w_out))
+        with torch.no_grad():
+            exact.w_in += exact.w_in * 1e-6  # rounded again by the layer
+        return run_fused(workspace, rounded), run_fused(workspace, exact)
+
+
 SEEDS = 3
 
 

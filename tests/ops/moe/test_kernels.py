@@ -15,7 +15,7 @@ from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import Channel
 from tests.distributed.launch import cpu_group, run_ranks
-from tests.ops.moe.cases import CASES, Case, all_to_one, expected, run_cases, run_steps, with_gaps
+from tests.ops.moe.cases import CASES, Case, all_to_one, expected, run_cases, run_float32_weights, run_steps, with_gaps
 
 pytestmark = pytest.mark.interpreted
 
@@ -34,6 +34,14 @@ def test_the_kernels_are_the_dense_computation(case: Case) -> None:
     by_rank = run_ranks(ranks, run_cases, [case])
     for own, wanted in zip(by_rank, expected(case, 0), strict=True):
         torch.testing.assert_close(own[0][0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_float32_have_the_gradients_of_rounded_ones() -> None:
+    """In fp16: the interpreter has no product of bf16."""
+    for rounded, exact in run_ranks(2, run_float32_weights, CASES[2][0], torch.float16):
+        assert exact["dw_in"].dtype == exact["dw_out"].dtype == torch.float32
+        for key, wanted in rounded.items():
+            assert torch.equal(exact[key], wanted.to(exact[key].dtype)), key
 
 
 SHORT = Case("steps", (3, 4), 2, 2, with_gaps, hidden=4)

@@ -20,6 +20,7 @@ from tests.ops.moe.cases import (
     make_workspace,
     results,
     run_cases,
+    run_float32_weights,
     run_steps,
 )
 from tests.ops.sequence_all_to_all.test_op import WithoutGradient
@@ -46,6 +47,13 @@ def test_sixteen_bits() -> None:
                     torch.testing.assert_close(own[key].float(), wanted, rtol=tolerance, atol=4 * tolerance)
 
 
+def test_weights_in_float32_have_the_gradients_of_rounded_ones() -> None:
+    for rounded, exact in run_ranks(2, run_float32_weights, CASES[2][0], torch.bfloat16):
+        assert exact["dw_in"].dtype == exact["dw_out"].dtype == torch.float32
+        for key, wanted in rounded.items():
+            assert torch.equal(exact[key], wanted.to(exact[key].dtype)), key
+
+
 def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None:
     case = CASES[3][0]
     for rank, by_seed in enumerate(run_ranks(3, run_steps, case, 100)):
@@ -67,17 +75,21 @@ def test_a_rank_whose_output_gets_no_gradient_sends_zeros() -> None:
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
 
 
-def opcheck(activation: str) -> None:
+def opcheck(activation: str, dtype: torch.dtype) -> None:
+    """The operator with tokens of a dtype, and weights in float32."""
     with cpu_group() as group:
         case = replace(CASES[group.world_size][1], activation=activation)
-        workspace = make_workspace(group, case)
-        arguments = draw(case, seed=1)[group.rank].arguments()
+        workspace = make_workspace(group, case, dtype=dtype)
+        x, *others = draw(case, seed=1)[group.rank].arguments()
+        arguments = x.detach().to(dtype).requires_grad_(), *others
         torch.library.opcheck(torch.ops.dlrm_fused.expert_layer.default, (*arguments, SCALE, workspace.handle))
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu"])
-def test_opcheck(activation: str) -> None:
-    run_ranks(2, opcheck, activation)
+@pytest.mark.parametrize(
+    ("activation", "dtype"), [("silu", torch.float32), ("swiglu", torch.float32), ("silu", torch.bfloat16)]
+)
+def test_opcheck(activation: str, dtype: torch.dtype) -> None:
+    run_ranks(2, opcheck, activation, dtype)
 
 
 WORST = Case("all tokens to one rank, which has fewer experts than a token wants", (5, 5), 4, 3, all_to_one)
