@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from dlrm_fused.models.tensor_parallel import gather_samples, group_size
+from dlrm_fused.ops.common.devices import capability
 
 # Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
 _MOST_SAMPLES_TIMES_HEADS = 65_535
 # Attention takes samples of like length together, in so many groups by the type of a device; more are slower again. Lengths on
 # a GPU are not known here, so there all samples are one group.
 _GROUPS = {"cpu": 4}
+# FlashAttention, torch's only kernel for samples of different lengths, wants a GPU of this compute capability, and heads no wider.
+_LEAST_CAPABILITY, _MOST_COLUMNS_OF_A_HEAD = (8, 0), 256
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -125,6 +129,10 @@ class JaggedBatch:
         Args:
             projected: [n, heads, 3, d_head], queries, keys and values.
         """
+        if self._needs_no_padding(projected):
+            bounds = F.pad(self.counts.cumsum(0), (1, 0)).int()
+            queries, keys, values = projected.unbind(2)
+            return varlen_attn(queries, keys, values, bounds, bounds, self.tokens, self.tokens, window_size=(-1, 0))
         attended = []
         for block in self._pad(projected):
             queries, keys, values = block.permute(3, 0, 2, 1, 4)
@@ -146,6 +154,16 @@ class JaggedBatch:
         if len(attended) == 1:
             return attended[0]
         return torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
+
+    def _needs_no_padding(self, projected: Tensor) -> bool:
+        """Return whether attention of the rows as they are can run, and is faster than attention of padded samples."""
+        return (
+            not self.is_padded
+            and capability(projected.device) >= _LEAST_CAPABILITY
+            and projected.dtype in (torch.float16, torch.bfloat16)
+            and projected.shape[-1] % 8 == 0
+            and projected.shape[-1] <= _MOST_COLUMNS_OF_A_HEAD
+        )
 
     def _pad(self, x: Tensor) -> list[Tensor]:
         """Return the rows [n, ...] of each group of samples, [samples, tokens of the longest, ...]."""

@@ -1,11 +1,11 @@
-"""Attention of as many samples as an evaluation has at once, which is more than a kernel of attention can be launched for."""
+"""Attention of as many samples as an evaluation has at once, more than a kernel can be launched for; and of jagged batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dlrm_fused.models.jagged import attend
+from dlrm_fused.models.jagged import JaggedBatch, attend
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -27,3 +27,21 @@ def test_every_sample_is_attended_to(dtype: torch.dtype, of_candidates: bool) ->
         hidden = ~seen[sample] if of_candidates else torch.ones_like(scores[0], dtype=torch.bool).triu(1)
         expected = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ values[sample].double()
         torch.testing.assert_close(attended[sample].double(), expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[0, 300, 17, 1, 299], [300, 300, 150], [0] * 70_000 + [1]], ids=["mixed", "long", "many"])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_rows_of_jagged_samples_are_attended_to_as_padded_ones(dtype: torch.dtype, lengths: list[int], padding: int) -> None:
+    """In 16 bits without padding, forward and backward, beside fp32 with it."""
+    tokens, rows = max(lengths) + 1, sum(lengths) + len(lengths) + padding
+    batch = JaggedBatch.of(torch.tensor(lengths, device="cuda"), tokens, rows)
+    exact = torch.randn(rows, HEADS, 3, D_HEAD, device="cuda", dtype=dtype).float().requires_grad_()
+    rounded = exact.detach().to(dtype).requires_grad_()
+    upstream = torch.randn(rows, HEADS, D_HEAD, device="cuda", dtype=dtype)
+    assert batch._needs_no_padding(rounded)
+    assert not batch._needs_no_padding(exact)
+    found, expected = batch.attend(rounded), batch.attend(exact)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+    gradients = [torch.autograd.grad(of, x, upstream.to(of.dtype))[0] for of, x in ((found, rounded), (expected, exact))]
+    torch.testing.assert_close(gradients[0].float(), gradients[1], rtol=2e-2, atol=2e-2 * float(gradients[1].abs().max()))
