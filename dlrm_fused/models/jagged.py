@@ -16,12 +16,13 @@ from torch.nn.attention.varlen import varlen_attn
 from dlrm_fused.models.tensor_parallel import gather_samples, group_size
 from dlrm_fused.ops.common.devices import capability
 
-# Kernels of attention have a program, or a row of programs, for each sample and head, and CUDA launches at most so many.
-_MOST_SAMPLES_TIMES_HEADS = 65_535
+# Kernels of attention have a program, or a row of programs, for each sample and head, or for each sample, and CUDA launches at
+# most so many.
+_MOST_PROGRAMS = 65_535
 # Attention takes samples of like length together, in so many groups by the type of a device; more are slower again. Lengths on
 # a GPU are not known here, so there all samples are one group.
 _GROUPS = {"cpu": 4}
-# FlashAttention, torch's only kernel for samples of different lengths, wants a GPU of this compute capability, and heads no wider.
+# FlashAttention, torch's kernel for samples of different lengths, wants a GPU of this compute capability, and heads no wider.
 _LEAST_CAPABILITY, _MOST_COLUMNS_OF_A_HEAD = (8, 0), 256
 
 
@@ -37,10 +38,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = 
     """
     heads = queries.shape[1]
     # A program of torch.export has no number of samples by which it could be split.
-    if torch.compiler.is_exporting() or len(queries) * heads <= _MOST_SAMPLES_TIMES_HEADS:
+    if torch.compiler.is_exporting() or len(queries) * heads <= _MOST_PROGRAMS:
         mask = None if seen is None else seen[:, None, None]
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
-    parts = [of.split(_MOST_SAMPLES_TIMES_HEADS // heads) for of in (queries, keys, values, seen) if of is not None]
+    parts = [of.split(_MOST_PROGRAMS // heads) for of in (queries, keys, values, seen) if of is not None]
     return torch.cat([attend(*part) for part in zip(*parts, strict=True)])
 
 
@@ -130,9 +131,7 @@ class JaggedBatch:
             projected: [n, heads, 3, d_head], queries, keys and values.
         """
         if self._needs_no_padding(projected):
-            bounds = F.pad(self.counts.cumsum(0), (1, 0)).int()
-            queries, keys, values = projected.unbind(2)
-            return varlen_attn(queries, keys, values, bounds, bounds, self.tokens, self.tokens, window_size=(-1, 0))
+            return self._attend_among_rows(projected)
         attended = []
         for block in self._pad(projected):
             queries, keys, values = block.permute(3, 0, 2, 1, 4)
@@ -156,14 +155,22 @@ class JaggedBatch:
         return torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
 
     def _needs_no_padding(self, projected: Tensor) -> bool:
-        """Return whether attention of the rows as they are can run, and is faster than attention of padded samples."""
+        """Return whether attention of the rows as they are can run; then it is faster than that of padded samples."""
         return (
             not self.is_padded
             and capability(projected.device) >= _LEAST_CAPABILITY
             and projected.dtype in (torch.float16, torch.bfloat16)
             and projected.shape[-1] % 8 == 0
             and projected.shape[-1] <= _MOST_COLUMNS_OF_A_HEAD
+            and len(self.counts) <= _MOST_PROGRAMS
         )
+
+    def _attend_among_rows(self, projected: Tensor) -> Tensor:
+        bounds = F.pad(self.counts.cumsum(0), (1, 0)).int()
+        queries, keys, values = projected.unbind(2)
+        attended = varlen_attn(queries, keys, values, bounds, bounds, self.tokens, self.tokens, window_size=(-1, 0))
+        assert isinstance(attended, Tensor)
+        return attended
 
     def _pad(self, x: Tensor) -> list[Tensor]:
         """Return the rows [n, ...] of each group of samples, [samples, tokens of the longest, ...]."""

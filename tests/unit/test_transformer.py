@@ -42,7 +42,7 @@ def test_more_samples_than_a_launch_takes_are_attended_to_in_parts(monkeypatch: 
     queries, keys, values = torch.randn(3, 7, 2, 5, 8, generator=torch.Generator().manual_seed(3))
     seen = torch.arange(5) <= torch.tensor([0, 4, 2, 3, 1, 0, 4])[:, None]
     whole = attend(queries, keys, values), attend(queries[:, :, :1], keys, values, seen)
-    monkeypatch.setattr(jagged, "_MOST_SAMPLES_TIMES_HEADS", 2 * 3)
+    monkeypatch.setattr(jagged, "_MOST_PROGRAMS", 2 * 3)
     launched = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
