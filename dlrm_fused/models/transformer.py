@@ -43,7 +43,7 @@ from dlrm_fused.models.tensor_parallel import (
 )
 
 # The most numbers of rows that ranks which share layers may have.
-_NUMBERS_OF_ROWS = 64
+_NUMBERS_OF_ROWS = 16
 
 
 class Block(nn.Module):
