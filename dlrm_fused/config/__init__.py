@@ -32,5 +32,6 @@ from dlrm_fused.config.schema import (
     SyntheticConfig,
     TableConfig,
     TableDtype,
+    Windows,
     WireDtype,
 )

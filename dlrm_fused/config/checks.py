@@ -7,7 +7,7 @@ from enum import Enum
 from functools import reduce
 
 from dlrm_fused.config.registry import DataSource, ModelKind
-from dlrm_fused.config.schema import CacheHints, Comm, Config, DataConfig, EmbeddingOptimizerKind
+from dlrm_fused.config.schema import CacheHints, Comm, Config, DataConfig, EmbeddingOptimizerKind, Windows
 from dlrm_fused.config.setting import check_bounds, require
 
 # Whether a setting's value goes with the others, the setting, and what is allowed.
@@ -49,6 +49,8 @@ def _data(config: Config) -> Iterator[_Check]:
         allowed = "with data.source=parquet alone; other data state their labels and weights"
         yield data.labels == DataConfig().labels, "data.labels", allowed
         yield not data.sample_weight, "data.sample_weight", allowed
+    has_times = data.source is DataSource.prepared or data.windows is Windows.none
+    yield has_times, "data.windows", "none with other data than data.source=prepared, which may hold times"
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
         fits = len(values) in (1, synthetic.tables) and all(v >= 1 for v in values)

@@ -52,6 +52,8 @@ ComputeKernel = StrEnum("ComputeKernel", "auto fused fused_uvm fused_uvm_caching
 TableDtype = StrEnum("TableDtype", "fp32 fp16")
 # The number format in which pooled embeddings, or their gradients, cross the network.
 WireDtype = StrEnum("WireDtype", "fp32 fp16 bf16")
+# Windows of time that training goes through, each once, after an evaluation on it; by UTC, weeks from Monday. `none`: epochs.
+Windows = StrEnum("Windows", "none hour day week month")
 # The number format of pooled embeddings, and of their gradients, as the dense part gets and gives them. `auto` is bf16 with
 # training.precision=bf16 or fp8 on GPUs, unless a format on the wire is set; else fp32.
 OutputDtype = StrEnum("OutputDtype", "auto fp32 fp16 bf16")
@@ -129,6 +131,8 @@ class DataConfig:
     path: str = ""
     # Rows that are shuffled together; 0 keeps the order of the files. Where a config does not set it, parquet has its own.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
+    # For prepared sets with times: training in order of time, shuffled within windows.
+    windows: Windows = Windows.none
     # For parquet: columns of labels, the first of which decides which checkpoint is best; a column of samples' weights or none.
     labels: list[str] = setting(["label"], different("one or more different columns"))
     sample_weight: str = ""

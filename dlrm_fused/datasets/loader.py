@@ -15,6 +15,7 @@ from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Batch, Samples
 from dlrm_fused.datasets.dataset import Dataset, Order, ReadsBatches, ReadsRowGroups
 from dlrm_fused.datasets.order import SampleOrder
+from dlrm_fused.datasets.time_windows import TimeWindows, Window
 from dlrm_fused.errors import ConfigError
 
 
@@ -50,6 +51,7 @@ class TrainLoader(_Loader):
         config: ``training.global_batch_size``, ``seed`` and ``data`` are used.
         device: where batches will be trained on; for CUDA, they come in pinned memory.
         start_step: the first step to load, counted from 0.
+        windows: of time, which then take the place of epochs; beyond their last step its batch is repeated.
 
     Raises:
         ConfigError: if the training split is smaller than one batch.
@@ -64,6 +66,7 @@ class TrainLoader(_Loader):
         world_size: int,
         device: torch.device,
         start_step: int = 0,
+        windows: TimeWindows | None = None,
     ) -> None:
         samples = dataset.samples(Split.train)
         self._global_batch_size = config.training.global_batch_size
@@ -73,7 +76,8 @@ class TrainLoader(_Loader):
                 "the samples of the training split"
             )
         self.batches_per_epoch = samples // self._global_batch_size
-        self._order, self._steps_ahead = _training_order(dataset, config, world_size)
+        self._windows = windows
+        self._order, self._steps_ahead = (windows, 0) if windows else _training_order(dataset, config, world_size)
         self._dataset = dataset
         self._rank = rank
         self._world_size = world_size
@@ -82,8 +86,8 @@ class TrainLoader(_Loader):
         self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step and the number of its batch within the epoch."""
-        return divmod(step, self.batches_per_epoch)
+        """Return the epoch, or window, of a step and the number of its batch there."""
+        return self._windows.position(step) if self._windows else divmod(step, self.batches_per_epoch)
 
     def __next__(self) -> Batch:
         batch = self._prefetcher.get(self._step, last=None)
@@ -138,6 +142,7 @@ class EvaluationLoader(_Loader):
         device: where batches will be evaluated; for CUDA, they come in pinned memory.
         config: ``data.workers`` and ``data.prefetch_batches`` are used.
         max_samples: take only so many samples, the first ones; 0 takes all.
+        window: take the samples of this window of the split alone, in order of time.
     """
 
     def __init__(
@@ -150,11 +155,12 @@ class EvaluationLoader(_Loader):
         device: torch.device,
         config: Config,
         max_samples: int = 0,
+        window: Window | None = None,
     ) -> None:
-        samples = dataset.samples(split)
+        samples = window.samples if window else dataset.samples(split)
         self._samples = min(samples, max_samples) if max_samples else samples
         self._global_batch_size = global_batch_size
-        self._order = SampleOrder(samples, 0, config.seed, dataset.generator_device or "cpu")
+        self._order: Order = window or SampleOrder(samples, 0, config.seed, dataset.generator_device or "cpu")
         self._dataset = dataset
         self._split = split
         self._rank = rank

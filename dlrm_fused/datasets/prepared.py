@@ -62,6 +62,20 @@ class PreparedDataset:
     def samples(self, split: Split) -> int:
         return self._files(split).samples
 
+    def times(self, split: Split) -> NDArray[np.int64]:
+        """Return when each sample of a split happened: int64 [samples], microseconds since 1970.
+
+        Raises:
+            DataError: if that is not known, or the split is not there.
+        """
+        times = self._files(split).times
+        if times is None:
+            raise DataError(
+                f"{self._folder}: does not say when its samples happened; for data.windows prepare it with --split-by-time, "
+                "with movielens --split time"
+            )
+        return times.take(np.arange(self.samples(split)))
+
     def read(self, split: Split, rows: Tensor) -> Samples:
         files, positions = self._files(split), rows.numpy()
         ids, lengths = files.ids.read(positions)
@@ -114,6 +128,7 @@ class _SplitFiles:
         self._weights = folder.map("weights.npy", [self.samples], ["float32"]) if schema.has_weights else None
         self.ids = IdColumns(folder, schema.sparse_features, self.samples, self._where)
         self._windows = folder.map("history.npy", [self.samples, 3], ["int64"]) if schema.token_features else None
+        self.times = folder.map("times.npy", [self.samples], ["int64"]) if schema.has_times else None
 
     def read_dense(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         dense = self._dense.take(rows)

@@ -26,6 +26,8 @@ SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
 # Values that a set of version 2 has implicitly. A set with these is written without them, so that earlier releases read it.
 _SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
+# Earlier releases read a set that has times, without them.
+_IGNORED_BEFORE = "has_times"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class DatasetSchema:
         token_features: likewise; features of a past interaction, or of the candidate.
         history_length: past interactions of a sample, at most; 0 without token features.
         labels: names of the labels; the one of a prepared set with one label is ``label``, whatever its column was.
+        has_weights: whether samples have weights.
+        has_times: whether it is known when each sample happened.
     """
 
     dense_features: tuple[str, ...]
@@ -70,6 +74,7 @@ class DatasetSchema:
     history_length: int = 0
     labels: tuple[str, ...] = (LABEL,)
     has_weights: bool = False
+    has_times: bool = False
 
     @property
     def tables(self) -> tuple[SparseFeature, ...]:
@@ -101,6 +106,8 @@ class PreparedInfo:
     def save(self, folder: Path) -> None:
         """Write ``dataset.json`` and the checksums of all files; call it last, since its presence marks a complete set."""
         content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if not self.schema.has_times:
+            del content["schema"][_IGNORED_BEFORE]
         if all(content["schema"][name] == value for name, value in _SINCE_VERSION_3.items()):
             content["format_version"] = 2
             for name in _SINCE_VERSION_3:
@@ -134,6 +141,7 @@ class PreparedInfo:
                     history_length=schema.get("history_length", 0),
                     labels=tuple(schema.get("labels", (LABEL,))),
                     has_weights=schema.get("has_weights", False),
+                    has_times=schema.get(_IGNORED_BEFORE, False),
                 ),
                 **content,
             )

@@ -14,6 +14,7 @@ from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.loader import EvaluationLoader
 from dlrm_fused.datasets.one_class import one_class
+from dlrm_fused.datasets.time_windows import Window
 from dlrm_fused.models import Output
 from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues
 
@@ -33,6 +34,7 @@ def evaluate(
     max_samples: int = 0,
     observe: Callable[[Output], None] | None = None,
     before_batch: Callable[[], None] | None = None,
+    window: Window | None = None,
 ) -> dict[str, BinaryMetricValues]:
     """Metrics over a split, by label, the same on all ranks. Collective.
 
@@ -43,6 +45,7 @@ def evaluate(
         max_samples: take only so many samples; 0 takes all.
         observe: called with the output of each batch of this rank.
         before_batch: called before each batch; what it raises ends the evaluation.
+        window: take the samples of this window of time alone.
     """
     loader = EvaluationLoader(
         dataset,
@@ -53,6 +56,7 @@ def evaluate(
         device,
         config,
         max_samples=max_samples,
+        window=window,
     )
     schema = dataset.schema
     metrics = {label: BinaryMetrics(device, weighted=schema.has_weights) for label in schema.labels}
@@ -87,10 +91,10 @@ def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
     return {**named({label: {name: getattr(v, name) for name in REPORTED} for label, v in values.items()}), "samples": samples}
 
 
-def undefined(split: Split, values: Mapping[str, BinaryMetricValues]) -> dict[str, str]:
-    """Reasons why an AUC is not defined, for each label without one."""
+def undefined(split: str, values: Mapping[str, BinaryMetricValues]) -> dict[str, str]:
+    """Reasons why an AUC is not defined, for each label without one; ``split``: its name."""
     return {
-        label: "a prediction is not a number" if v.only_class is None else one_class(split.name, label, v.only_class, v.samples)
+        label: "a prediction is not a number" if v.only_class is None else one_class(split, label, v.only_class, v.samples)
         for label, v in values.items()
         if math.isnan(v.auc)
     }

@@ -67,7 +67,7 @@ def evaluate_run(
             parts.append((output.logits[real].sigmoid().cpu().numpy(), output.labels[real].cpu().numpy()))
 
         values = evaluate(sharded.model, dataset, split, saved.config, device, observe=keep if predictions else None)
-        why = undefined(split, values)
+        why = undefined(split.name, values)
         reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
         content: Content = {**report(values), **reasons, "split": split.name, "step": saved.step}
         if rank.index == 0:

@@ -17,6 +17,7 @@ from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
+from dlrm_fused.datasets.time_windows import Window, time_windows
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.models.fp8 import check_gpu, describe
@@ -131,6 +132,8 @@ class Trainer:
         self._folder = folder
         self._dataset = dataset
         self._data = digests_of(config, dataset)
+        self._windows = time_windows(config, dataset)
+        self._windows_due: list[Window] = []
         self._sharded = sharded
         self._step = start_step
         self._rates = LearningRates(config.training.schedule, sharded.optimizer)
@@ -171,6 +174,8 @@ class Trainer:
         # A signal has interrupted an evaluation that was due.
         is_due = is_multiple(step, self._config.evaluation.every_steps)
         self._has_evaluation_to_make = is_due and progress.validation_auc is None
+        if self._windows and progress.windows_are_due:
+            self._windows_due = self._windows.due(step)
         best = self._folder.checkpoints.best_readable()
         if best is not None:
             auc = self._folder.checkpoints.progress(best).validation_auc
@@ -209,7 +214,7 @@ class Trainer:
         model.eval()
         test = evaluate(model, self._dataset, Split.test, self._config, self._device, before_batch=self._stop_request.check)
         self._writer.evaluation(self._step, Split.test.name, report(test), final=True)
-        why = undefined(Split.test, test)
+        why = undefined(Split.test.name, test)
         self._tell(why.values())
         self._writer.summary(
             {
@@ -245,15 +250,16 @@ class Trainer:
     def _make_steps(self) -> None:
         config = self._config
         loader = TrainLoader(
-            self._dataset, config, self._rank.index, self._rank.world_size, self._device, start_step=self._step
+            self._dataset, config, self._rank.index, self._rank.world_size, self._device, self._step, self._windows
         )
         profiler = Profiler(self._folder.path, config.telemetry.profile_steps, self._rank.index, self._device)
         try:
             self._stop_request.check()
             self._throughput.start(self._step)
-            if self._has_evaluation_to_make:
-                auc = self._evaluate()
-                self._note_auc(auc)
+            if self._has_evaluation_to_make or self._windows_due:
+                auc = self._evaluate_where_due(self._has_evaluation_to_make)
+                if auc is not None:
+                    self._note_auc(auc)
                 self._save(auc)
             while self._step < config.training.max_steps and not (self._reached_target or self._lost_patience):
                 profiler.before_step(self._step + 1)
@@ -278,16 +284,14 @@ class Trainer:
         is_last = self._step == self._config.training.max_steps
         evaluates = is_multiple(self._step, self._config.evaluation.every_steps)
         saves = is_last or is_multiple(self._step, self._config.checkpoint.every_steps)
+        self._windows_due = self._windows.due(self._step) if self._windows else []
         # Means are reported before a checkpoint, too, so that a resumed run reports the same ones as an uninterrupted run.
-        reports = saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps)
+        is_evaluated = evaluates or bool(self._windows_due)
+        reports = saves or is_evaluated or is_multiple(self._step, self._config.telemetry.log_every_steps)
         if reports:
             self._report_training(output)
-        try:
-            auc = self._evaluate() if evaluates else None
-            is_best = auc is not None and self._note_auc(auc)
-        except Stopped:
-            self._save(None)  # the evaluation is made when the run continues
-            raise
+        auc = self._evaluate_where_due(evaluates)
+        is_best = auc is not None and self._note_auc(auc)
         stops = self._stop_request.is_due()
         if stops and not reports:
             self._report_training(output)
@@ -346,31 +350,58 @@ class Trainer:
                     "its layers have died: lower the learning rates, or check the features"
                 )
 
+    def _evaluate_where_due(self, evaluates: bool) -> float | None:
+        """Evaluate on windows of time that are due, and on the split of evaluations if it is time to.
+
+        Returns:
+            the AUC of the first label on that split, NaN where it is not defined; None if that was not evaluated.
+
+        Raises:
+            Stopped: a signal has interrupted it; a checkpoint is being written, with which it is made when the run continues.
+        """
+        try:
+            of_windows = [(window, self._measure(Split.train, window)) for window in self._windows_due]
+            self._windows_due = []
+            for window, values in of_windows:
+                self._writer.evaluation(self._step, "window", {"window": window.name, **report(values)})
+                self._tell(undefined(f"window {window.name} of the train", values).values())
+            return self._evaluate() if evaluates else None
+        except Stopped:
+            self._save(None)
+            raise
+
     def _evaluate(self) -> float:
         """Returns the AUC of the first label, NaN where it is not defined."""
+        split = self._config.evaluation.split
+        values = self._measure(split)
+        for label, of_label in values.items():
+            if of_label.constant:
+                raise TrainingError(
+                    f"step {self._step}: the model predicts{self._named(label)} {of_label.min_prediction:g} for every sample "
+                    f"of the {split.name} split; lower the learning rates, or check the features"
+                )
+        self._writer.evaluation(self._step, split.name, report(values))
+        self._tell(undefined(split.name, values).values())
+        return next(iter(values.values())).auc
+
+    def _measure(self, split: Split, window: Window | None = None) -> dict[str, BinaryMetricValues]:
+        """Return the metrics of a split, or of a window of it, by label; its time does not count as one of training."""
         config = self._config
         self._throughput.stop(self._step)
         with self._pipeline.paused() as model:
             values = evaluate(
                 model,
                 self._dataset,
-                config.evaluation.split,
+                split,
                 config,
                 self._device,
                 config.evaluation.max_samples,
                 before_batch=self._stop_request.check,
+                window=window,
             )
         self._timer.interrupt()
         self._throughput.start(self._step)
-        for label, of_label in values.items():
-            if of_label.constant:
-                raise TrainingError(
-                    f"step {self._step}: the model predicts{self._named(label)} {of_label.min_prediction:g} for every sample "
-                    f"of the {config.evaluation.split.name} split; lower the learning rates, or check the features"
-                )
-        self._writer.evaluation(self._step, config.evaluation.split.name, report(values))
-        self._tell(undefined(config.evaluation.split, values).values())
-        return next(iter(values.values())).auc
+        return values
 
     def _tell(self, reasons: Iterable[str]) -> None:
         """Log each reason once in a run."""
@@ -394,6 +425,7 @@ class Trainer:
             evaluations_since_best=self._evaluations_since_best,
             labels=self._dataset.schema.labels,
             data=self._data,
+            windows_are_due=bool(self._windows_due),
         )
         self._checkpoints.save(self._sharded, progress)
 

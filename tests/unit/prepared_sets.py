@@ -33,10 +33,12 @@ def write_prepared_set(
     dense_features: int = 2,
     seed: int = 0,
     has_checksums: bool = False,
+    times: dict[str, np.ndarray] | None = None,
 ) -> dict[str, SplitArrays]:
     """Write a random set; samples of jagged features have 0 to 3 ids. Returns what it holds, by split.
 
     Args:
+        times: microseconds since 1970 of each sample, by split.
         has_checksums: without them, tests may write into its files what a preparation would not.
     """
     samples = samples or {"train": 100, "validation": 20, "test": 21}
@@ -50,7 +52,9 @@ def write_prepared_set(
             ids={f.name: [generator.integers(0, f.rows, n, dtype=np.int32) for n in lengths[f.name]] for f in features},
         )
         _write_split(folder / split, content[split], features)
-    schema = DatasetSchema(tuple(f"dense_{i}" for i in range(dense_features)), features)
+        if times is not None:
+            np.save(folder / split / "times.npy", times[split])
+    schema = DatasetSchema(tuple(f"dense_{i}" for i in range(dense_features)), features, has_times=times is not None)
     PreparedInfo(schema, samples).save(folder)
     if not has_checksums:
         (folder / CHECKSUMS_FILE).unlink()

@@ -104,6 +104,9 @@ def test_features_and_labels_are_those_of_the_rating(tmp_path: Path, release: st
     users_known = release != "25m"
     assert names == ["user", "item", *(["age", "gender", "occupation"] if users_known else []), "genres"]
     assert info.samples == {"train": 32, "validation": 4, "test": 4}
+    times = np.concatenate([np.load(tmp_path / "out" / split / "times.npy") for split in SPLITS])
+    assert (times == np.sort(times)).all()
+    assert times[0] >= 1_000_000 * 365 * 86_400, "microseconds"
 
     ids = np.concatenate([splits[s]["single"] for s in SPLITS])
     labels = np.concatenate([splits[s]["labels"] for s in SPLITS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,15 @@ def test_a_split_by_time_holds_out_the_newest_rows_in_whatever_order_they_are(
     for name, start, stop in (("train", 0, 320), ("validation", 320, 360), ("test", 360, 400)):
         newest = (times >= in_order[start]) & (times <= in_order[stop - 1])
         np.testing.assert_array_equal(prepared.splits[name]["labels"], table["clicked"].to_numpy()[newest])
+        np.testing.assert_array_equal(np.load(tmp_path / "out" / name / "times.npy"), times[newest] * 1_000_000)
+        assert prepared.info.schema.has_times
+
+
+def test_a_set_that_is_split_otherwise_has_no_times(tmp_path: Path, source: Path) -> None:
+    prepared = prepare(source, tmp_path / "out")
+    assert not prepared.info.schema.has_times
+    assert not (tmp_path / "out/train/times.npy").exists()
+    assert "has_times" not in json.loads((tmp_path / "out/dataset.json").read_text())["schema"], "as earlier releases wrote it"
 
 
 def test_rows_of_one_time_are_not_split(tmp_path: Path, table: pa.Table) -> None:

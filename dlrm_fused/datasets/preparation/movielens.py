@@ -30,6 +30,7 @@ from dlrm_fused.datasets.preparation.histories import (
 )
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens_releases import Release, read_release
+from dlrm_fused.datasets.preparation.table.times import MICROSECONDS
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.errors import DataError
@@ -128,7 +129,8 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     genres = SparseFeature("genres", _genres(release).len() + 1, round(float(pooling), 4), jagged=True)
     names = ("user", "item", "age", "gender", "occupation")
     features = (*(SparseFeature(name, _rows(release, ratings[train], name)) for name in names[: len(single)]), genres)
-    schema = DatasetSchema(DENSE_FEATURES[: dense.shape[1]], features, history_length=options.history)
+    has_times = options.split is SplitBy.time
+    schema = DatasetSchema(DENSE_FEATURES[: dense.shape[1]], features, history_length=options.history, has_times=has_times)
     if histories:
         schema = replace(schema, token_features=_write_tokens(folder, schema, ratings, histories, train))
     for split in SPLITS:
@@ -137,7 +139,8 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
             labels = part["rating"].to_numpy() >= options.like_rating
             ids = id_columns(part.select(*single, genres="genre_ids"))
             windows = histories.windows[rows[split]] if histories else None
-            SplitFiles(folder / split, schema, stack).append(labels, dense[rows[split]], *ids, windows=windows)
+            times = ratings["timestamp"].to_numpy()[rows[split]] * MICROSECONDS
+            SplitFiles(folder / split, schema, stack).append(labels, dense[rows[split]], *ids, windows=windows, times=times)
     origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
     origin.update(output=str(options.output), split=options.split.name)
     samples = {split: len(rows[split]) for split in SPLITS}

@@ -163,6 +163,7 @@ class SplitFiles:
         self.ids = IdFiles(folder, schema.sparse_features, stack)
         self._weights = _open(stack, folder / "weights.npy", np.float32) if schema.has_weights else None
         self._windows = _open(stack, folder / "history.npy", np.int64, (3,)) if schema.token_features else None
+        self._times = _open(stack, folder / "times.npy", np.int64) if schema.has_times else None
 
     def append(
         self,
@@ -172,12 +173,14 @@ class SplitFiles:
         jagged: Mapping[str, tuple[NDArray[Any], NDArray[Any]]],
         weights: NDArray[Any] | None = None,
         windows: NDArray[Any] | None = None,
+        times: NDArray[Any] | None = None,
     ) -> None:
-        """Add n samples: labels [n] or [n, L], dense [n, D], ids as :meth:`IdFiles.append`, weights [n], windows [n, 3]."""
+        """Add n samples: labels [n] or [n, L], dense [n, D], ids as :meth:`IdFiles.append`, weights [n], windows [n, 3], times
+        [n] in microseconds since 1970."""
         self._labels.append(labels)
         self._dense.append(dense)
         self.ids.append(single, jagged)
-        for file, part in ((self._weights, weights), (self._windows, windows)):
+        for file, part in ((self._weights, weights), (self._windows, windows), (self._times, times)):
             if file is not None and part is not None:
                 file.append(part)
 

@@ -34,6 +34,7 @@ class Progress:
         world_size: ranks that wrote the checkpoint.
         validation_auc: of the first label, of an evaluation at this very step, if there was one.
         evaluations_since_best: how many there were since the one with the highest AUC.
+        windows_are_due: whether the evaluation on windows of time that follows this step was not made yet.
         data: digests of the data set that the model was trained on; see :mod:`dlrm_fused.datasets.identity`.
     """
 
@@ -46,6 +47,7 @@ class Progress:
     evaluations_since_best: int = 0
     labels: Sequence[str] = (LABEL,)
     data: dict[str, str] = field(default_factory=dict)
+    windows_are_due: bool = False
 
 
 class CheckpointFolder:

@@ -107,8 +107,16 @@ class TimeSplit:
         at = [min(round(len(times) * share), len(times) - 1) for share in (1 - held_out, 1 - held_out / 2)]
         return TimeSplit(column, option, time_format, (int(times[at[0]]), int(times[at[1]])), survey.finish())
 
+    def times(self, block: Block) -> NDArray[np.int64]:
+        """Return when each row of a block happened, [n], microseconds since 1970."""
+        return read_times(block, self.column, self.option, self.time_format)
+
     def assign(self, block: Block) -> NDArray[np.uint8]:
-        return _by_thresholds(read_times(block, self.column, self.option, self.time_format), list(self.starts))
+        return self.assign_times(self.times(block))
+
+    def assign_times(self, times: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the split of rows by their times."""
+        return _by_thresholds(times, list(self.starts))
 
 
 @dataclass(frozen=True)

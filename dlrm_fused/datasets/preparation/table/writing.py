@@ -23,7 +23,7 @@ from dlrm_fused.datasets.preparation.histories import GAP_ROWS, find_histories, 
 from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers, read_weights
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
-from dlrm_fused.datasets.preparation.table.splits import Split
+from dlrm_fused.datasets.preparation.table.splits import Split, TimeSplit
 from dlrm_fused.datasets.preparation.table.times import MICROSECONDS, read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, write_array
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
@@ -102,6 +102,7 @@ class EncodedBlock:
         ids: a column of int32, or of lists of them, for each sparse feature.
         interactions: what histories need; None without.
         weights: [n] float32; None without.
+        times: [n] int64, microseconds since 1970; None unless rows are split by them.
     """
 
     split: NDArray[np.uint8]
@@ -110,6 +111,7 @@ class EncodedBlock:
     ids: pl.DataFrame
     interactions: pl.DataFrame | None
     weights: NDArray[np.float32] | None
+    times: NDArray[np.int64] | None
 
 
 def write_set(
@@ -130,7 +132,13 @@ def write_set(
     encode = partial(_encode_block, transformation=transformation, split=split, interactions=interactions)
     features = tuple(SparseFeature(each.column.name, each.rows, jagged=each.column.is_list) for each in transformation.sparse)
     weighted = bool(transformation.sample_weight)
-    schema = DatasetSchema(transformation.dense_features, features, labels=transformation.label_names, has_weights=weighted)
+    schema = DatasetSchema(
+        transformation.dense_features,
+        features,
+        labels=transformation.label_names,
+        has_weights=weighted,
+        has_times=isinstance(split, TimeSplit),
+    )
     interactions_of_blocks = []
     with ExitStack() as stack:
         splits = [SplitFiles(output / name, schema, stack) for name in SPLITS]
@@ -154,7 +162,8 @@ def write_set(
 def _encode_block(
     block: Block, transformation: Transformation, split: Split, interactions: InteractionColumns | None
 ) -> EncodedBlock:
-    split_of_row = split.assign(block)
+    times = split.times(block) if isinstance(split, TimeSplit) else None
+    split_of_row = split.assign_times(times) if isinstance(split, TimeSplit) and times is not None else split.assign(block)
     dense = [feature.apply(read_numbers(block, feature.name, transformation.nulls)) for feature in transformation.dense]
     ids = pl.DataFrame([_ids(block, encoding) for encoding in transformation.sparse])
     labels = [read_labels(block, name) for name in transformation.labels]
@@ -165,6 +174,7 @@ def _encode_block(
         ids,
         interactions.read(block, split_of_row, labels[0], ids) if interactions else None,
         read_weights(block, transformation.sample_weight) if transformation.sample_weight else None,
+        times,
     )
 
 
@@ -181,8 +191,8 @@ def _append(block: EncodedBlock, splits: Sequence[SplitFiles]) -> None:
     for number, files in enumerate(splits):
         rows = np.flatnonzero(block.split == number)
         if rows.size:
-            weights = None if block.weights is None else block.weights[rows]
-            files.append(block.labels[rows], block.dense[rows], *id_columns(block.ids[rows]), weights)
+            weights, times = (None if of_rows is None else of_rows[rows] for of_rows in (block.weights, block.times))
+            files.append(block.labels[rows], block.dense[rows], *id_columns(block.ids[rows]), weights, times=times)
 
 
 def _with_pooling_factor(feature: SparseFeature, splits: Sequence[SplitFiles]) -> SparseFeature:

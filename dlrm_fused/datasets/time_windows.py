@@ -1,0 +1,145 @@
+"""The training split cut into windows of time: hours, days, weeks or months, by UTC.
+
+Training goes through them in order, each once. Before a window is trained on, the model is evaluated on it: on what is still to
+come, as a service is, which serves today with what it has learnt until yesterday. Steps never mix windows.
+
+Source: the order of MLPerf Training's recommendation benchmark DLRMv4, after Zhai et al., arXiv 2402.17152, section 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_fused.config import Config, Split, Windows
+from dlrm_fused.datasets.dataset import Dataset
+from dlrm_fused.datasets.order import SampleOrder
+from dlrm_fused.datasets.prepared import PreparedDataset
+from dlrm_fused.errors import ConfigError, DataError
+
+_UNITS = {Windows.hour: "h", Windows.day: "D", Windows.month: "M"}
+# 1970-01-01, day 0, was a Thursday.
+_WEEKDAY_OF_DAY_0 = 3
+
+
+class Window:
+    """The samples of one window, in the order of their times.
+
+    Attributes:
+        name: when it begins, such as ``1997-10`` or ``1997-10-06T14``.
+        samples: how many there are.
+    """
+
+    def __init__(self, name: str, first: int, samples: int, by_time: NDArray[np.int64] | None) -> None:
+        self.name, self.samples, self._first, self._by_time = name, samples, first, by_time
+
+    def rows(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Return the rows of the split at positions [start, stop) of the window: int64 [stop - start]; epochs do not differ."""
+        return self.rows_at(torch.arange(start, stop))
+
+    def rows_at(self, positions: Tensor) -> Tensor:
+        """Return the rows of the split at these positions of the window, int64 [n]."""
+        positions = positions + self._first
+        return positions if self._by_time is None else torch.from_numpy(self._by_time[positions.numpy()])
+
+
+class TimeWindows:
+    """All windows of a training split that have samples, and the steps of each.
+
+    A window has as many steps as whole batches; which samples of it are left over, its order decides. One that is smaller than
+    a batch has none, and is evaluated on.
+
+    Args:
+        times: int64 [samples], microseconds since 1970, of each row.
+        length: of the windows.
+        batch: samples of a step, over all ranks.
+        shuffle_window_rows: rows of a window that are shuffled together, as of :class:`SampleOrder`.
+
+    Attributes:
+        windows: in order of time.
+        steps: of all windows.
+    """
+
+    def __init__(self, times: NDArray[np.int64], length: Windows, batch: int, shuffle_window_rows: int, seed: int) -> None:
+        in_order, by_time = times, None
+        if (times[1:] < times[:-1]).any():
+            by_time = np.argsort(times, kind="stable")
+            in_order = times[by_time]
+        periods = periods_of(in_order, length)
+        bounds = [0, *(np.flatnonzero(periods[1:] != periods[:-1]) + 1).tolist(), len(times)]
+        self.windows = [Window(str(periods[first]), first, end - first, by_time) for first, end in itertools.pairwise(bounds)]
+        self._orders = [SampleOrder(window.samples, shuffle_window_rows, seed) for window in self.windows]
+        self._ends = np.cumsum([window.samples // batch for window in self.windows])
+        self.steps = int(self._ends[-1])
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return the window of a step, counted from 0, and the number of its batch there.
+
+        Loaders read ahead of the last step; they get its batch.
+        """
+        step = min(step, self.steps - 1)
+        window = int(np.searchsorted(self._ends, step, side="right"))
+        return window, step - (int(self._ends[window - 1]) if window else 0)
+
+    def rows(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Return the rows of the split at positions [start, stop) of a window's order; ``epoch`` is the window's number."""
+        return self.windows[epoch].rows_at(self._orders[epoch].rows(epoch, start, stop))
+
+    def due(self, steps: int) -> list[Window]:
+        """Return the windows to evaluate on when so many steps are made: the one that the next step trains on, and smaller ones
+        before it; none before the first step, and none in the midst of a window."""
+        if not steps:
+            return []
+        return [self.windows[number] for number in range(1, len(self.windows)) if self._ends[number - 1] == steps]
+
+
+def periods_of(times: NDArray[np.int64], length: Windows) -> NDArray[Any]:
+    """Return when the hour, day, week or month of each time began: datetime64 [n]. Weeks begin on Mondays."""
+    instants = times.astype("datetime64[us]")
+    if length is not Windows.week:
+        return instants.astype(f"datetime64[{_UNITS[length]}]")
+    days = instants.astype("datetime64[D]")
+    return days - (days.astype(np.int64) + _WEEKDAY_OF_DAY_0) % 7
+
+
+def time_windows(config: Config, dataset: Dataset) -> TimeWindows | None:
+    """Return the windows of ``data.windows``; None if it asks for none.
+
+    Raises:
+        DataError: if the set has no times, or another split has samples of before the end of training.
+        ConfigError: if no window has a whole batch, or the run has more steps than all windows.
+    """
+    if config.data.windows is Windows.none:
+        return None
+    assert isinstance(dataset, PreparedDataset), "the config is checked"
+    times, batch = dataset.times(Split.train), config.training.global_batch_size
+    _check_order(dataset, times)
+    windows = TimeWindows(times, config.data.windows, batch, config.data.shuffle_window_rows, config.seed)
+    all_windows = f"the {len(windows.windows)} windows of data.windows={config.data.windows}"
+    if not windows.steps:
+        most = max(window.samples for window in windows.windows)
+        raise ConfigError(f"training.global_batch_size={batch}: allowed: at most {most}, the most samples of {all_windows}")
+    steps = config.training.max_steps
+    if steps > windows.steps:
+        raise ConfigError(f"training.max_steps={steps}: allowed: at most {windows.steps}, the steps of {all_windows}")
+    return windows
+
+
+def _check_order(dataset: PreparedDataset, of_training: NDArray[np.int64]) -> None:
+    latest = of_training.max()
+    for split in (Split.validation, Split.test):
+        earliest = dataset.times(split).min()
+        if earliest < latest:
+            raise DataError(
+                f"data.windows: split {split.name} begins at {_shown(earliest)}, and training ends at {_shown(latest)}: the "
+                "model would be tested on a past whose future it has seen; prepare the set with --split-by-time"
+            )
+
+
+def _shown(time: np.int64) -> str:
+    return str(np.datetime64(int(time), "us").astype("datetime64[s]"))
