@@ -3,7 +3,8 @@
 Training goes through them in order, each once. Before a window is trained on, the model is evaluated on it: on what is still to
 come, as a service is, which serves today with what it has learnt until yesterday. Steps never mix windows.
 
-Source: the order of MLPerf Training's recommendation benchmark DLRMv4, after Zhai et al., arXiv 2402.17152, section 4.
+Source: *prequential* evaluation, first test and then train, of windows in place of single samples: Gama, Sebastião and Rodrigues,
+"On evaluating stream learning algorithms", Machine Learning 90, 2013.
 """
 
 from __future__ import annotations
