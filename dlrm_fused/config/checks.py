@@ -50,7 +50,8 @@ def _data(config: Config) -> Iterator[_Check]:
         yield data.labels == DataConfig().labels, "data.labels", allowed
         yield not data.sample_weight, "data.sample_weight", allowed
     has_times = data.source is DataSource.prepared or data.windows is Windows.none
-    yield has_times, "data.windows", "none with other data than data.source=prepared, which may hold times"
+    allowed = f"none with data.source={data.source.name}, since prepared data alone hold times"
+    yield has_times, "data.windows", f"{allowed}; to evaluate or export a run of windows, add data.windows=none"
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
         fits = len(values) in (1, synthetic.tables) and all(v >= 1 for v in values)

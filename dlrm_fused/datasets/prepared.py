@@ -63,7 +63,7 @@ class PreparedDataset:
         return self._files(split).samples
 
     def times(self, split: Split) -> NDArray[np.int64]:
-        """Return when each sample of a split happened: int64 [samples], microseconds since 1970.
+        """Return when each sample of a split happened: int64 [samples], microseconds since 1970, as they are mapped.
 
         Raises:
             DataError: if that is not known, or the split is not there.
@@ -74,7 +74,7 @@ class PreparedDataset:
                 f"{self._folder}: does not say when its samples happened; for data.windows prepare it with --split-by-time, "
                 "with movielens --split time"
             )
-        return times.take(np.arange(self.samples(split)))
+        return times.all()
 
     def read(self, split: Split, rows: Tensor) -> Samples:
         files, positions = self._files(split), rows.numpy()

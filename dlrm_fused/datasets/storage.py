@@ -114,6 +114,16 @@ class CheckedRows:
             raise DataError(damaged(self._path, CHECKSUMS_FILE, PREPARE_AGAIN))
         return self.array.take(rows, axis=0)
 
+    def all(self) -> NDArray[Any]:
+        """Return all rows as they are mapped, without a copy.
+
+        Raises:
+            DataError: as :meth:`take`.
+        """
+        if self._checked is not None and not self._checked.check(0, self._offset + self.array.nbytes):
+            raise DataError(damaged(self._path, CHECKSUMS_FILE, PREPARE_AGAIN))
+        return self.array
+
     def _blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         begins = rows * self._row_bytes + self._offset
         first, last = begins // BLOCK_BYTES, (begins + (self._row_bytes - 1)) // BLOCK_BYTES

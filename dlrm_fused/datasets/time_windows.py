@@ -3,7 +3,7 @@
 Training goes through them in order, each once. Before a window is trained on, the model is evaluated on it: on what is still to
 come, as a service is, which serves today with what it has learnt until yesterday. Steps never mix windows.
 
-Source: *prequential* evaluation, first test and then train, of windows in place of single samples: Gama, Sebastião and Rodrigues,
+Source: *prequential* evaluation, first test and then train, of windows in place of samples: Gama, Sebastião and Rodrigues,
 "On evaluating stream learning algorithms", Machine Learning 90, 2013.
 """
 
@@ -23,9 +23,9 @@ from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.datasets.prepared import PreparedDataset
 from dlrm_fused.errors import ConfigError, DataError
 
-_UNITS = {Windows.hour: "h", Windows.day: "D", Windows.month: "M"}
-# 1970-01-01, day 0, was a Thursday.
-_WEEKDAY_OF_DAY_0 = 3
+_UNITS = {Windows.hour: "h", Windows.day: "D", Windows.week: "D", Windows.month: "M"}
+# Weeks begin on Mondays, and 1970-01-01, day 0, was a Thursday.
+_DAYS_OF_WEEK, _WEEKDAY_OF_DAY_0 = 7, 3
 
 
 class Window:
@@ -67,15 +67,18 @@ class TimeWindows:
     """
 
     def __init__(self, times: NDArray[np.int64], length: Windows, batch: int, shuffle_window_rows: int, seed: int) -> None:
-        in_order, by_time = times, None
-        if (times[1:] < times[:-1]).any():
-            by_time = np.argsort(times, kind="stable")
-            in_order = times[by_time]
-        periods = periods_of(in_order, length)
-        bounds = [0, *(np.flatnonzero(periods[1:] != periods[:-1]) + 1).tolist(), len(times)]
-        self.windows = [Window(str(periods[first]), first, end - first, by_time) for first, end in itertools.pairwise(bounds)]
+        by_time = np.argsort(times, kind="stable") if (times[1:] < times[:-1]).any() else None
+        begins = _periods(times.min(), times.max(), length)
+        firsts = np.searchsorted(times, begins.astype("datetime64[us]").astype(np.int64), sorter=by_time)
+        bounds = itertools.pairwise([*firsts.tolist(), len(times)])
+        self.windows = [
+            Window(str(begin), first, end - first, by_time)
+            for begin, (first, end) in zip(begins, bounds, strict=True)
+            if end > first
+        ]
         self._orders = [SampleOrder(window.samples, shuffle_window_rows, seed) for window in self.windows]
         self._ends = np.cumsum([window.samples // batch for window in self.windows])
+        self._begins = np.append(0, self._ends[:-1])
         self.steps = int(self._ends[-1])
 
     def position(self, step: int) -> tuple[int, int]:
@@ -85,27 +88,26 @@ class TimeWindows:
         """
         step = min(step, self.steps - 1)
         window = int(np.searchsorted(self._ends, step, side="right"))
-        return window, step - (int(self._ends[window - 1]) if window else 0)
+        return window, step - int(self._begins[window])
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the rows of the split at positions [start, stop) of a window's order; ``epoch`` is the window's number."""
         return self.windows[epoch].rows_at(self._orders[epoch].rows(epoch, start, stop))
 
     def due(self, steps: int) -> list[Window]:
-        """Return the windows to evaluate on when so many steps are made: the one that the next step trains on, and smaller ones
-        before it; none before the first step, and none in the midst of a window."""
-        if not steps:
-            return []
-        return [self.windows[number] for number in range(1, len(self.windows)) if self._ends[number - 1] == steps]
+        """Return the windows to evaluate on when so many steps are made: the one that the next step begins, and smaller ones
+        before it; none in the midst of a window."""
+        first, end = (int(np.searchsorted(self._begins, steps, side=side)) for side in ("left", "right"))
+        return self.windows[first:end]
 
 
-def periods_of(times: NDArray[np.int64], length: Windows) -> NDArray[Any]:
-    """Return when the hour, day, week or month of each time began: datetime64 [n]. Weeks begin on Mondays."""
-    instants = times.astype("datetime64[us]")
+def _periods(earliest: np.int64, latest: np.int64, length: Windows) -> NDArray[Any]:
+    """Return when all hours, days, weeks or months from that of one time to that of another begin: datetime64."""
+    unit = _UNITS[length]
+    first, last = (np.datetime64(int(time), "us").astype(f"datetime64[{unit}]") for time in (earliest, latest))
     if length is not Windows.week:
-        return instants.astype(f"datetime64[{_UNITS[length]}]")
-    days = instants.astype("datetime64[D]")
-    return days - (days.astype(np.int64) + _WEEKDAY_OF_DAY_0) % 7
+        return np.arange(first, last + 1)
+    return np.arange(first - (first.astype(np.int64) + _WEEKDAY_OF_DAY_0) % _DAYS_OF_WEEK, last + 1, _DAYS_OF_WEEK)
 
 
 def time_windows(config: Config, dataset: Dataset) -> TimeWindows | None:

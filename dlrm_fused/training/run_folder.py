@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dlrm_fused.config import Config, TableConfig, flatten, to_yaml
+from dlrm_fused.config import Config, TableConfig, Windows, flatten, to_yaml
 from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.identity import difference, digests_of, is_unknown
 from dlrm_fused.errors import CheckpointError, ConfigError
@@ -145,6 +145,7 @@ class RunFolder:
         saved_dims, dims = _dims_of_tables(saved), _dims_of_tables(now)
         default = dict.fromkeys([*saved_dims, *dims], TableConfig().dim)
         saved, now = saved | default | saved_dims, {key: now[key] for key in fixed} | default | dims
+        saved.setdefault("data.windows", Windows.none.name)  # earlier releases had no others
         for key, value in now.items():
             if key in saved and saved[key] != value:
                 raise CheckpointError(f"{key}={value}: the run in {self.path} was started with {saved[key]}; {remedy}")

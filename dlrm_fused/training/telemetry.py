@@ -63,17 +63,18 @@ class RunWriter:
 
     Args:
         resume_step: the step of the checkpoint that the run continues from; 0 for a run that starts anew.
+        made_again: names of the splits on which the model of that step is evaluated again; their lines of it are removed.
     """
 
-    def __init__(self, run_dir: Path, config: Config, rank: int, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, config: Config, rank: int, resume_step: int = 0, made_again: Sequence[str] = ()) -> None:
         self._active = rank == 0
         self._folder = run_dir
-        self._open(config, resume_step)
+        self._open(config, resume_step, made_again)
 
     @_on_rank_0
-    def _open(self, config: Config, resume_step: int) -> None:
+    def _open(self, config: Config, resume_step: int, made_again: Sequence[str]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open_metrics(self._folder / "metrics.jsonl", resume_step)
+        self._metrics = _open_metrics(self._folder / "metrics.jsonl", resume_step, made_again)
         self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
         self._progress = _progress(config.training.max_steps, resume_step)
         self.text("config", to_yaml(config))
@@ -191,19 +192,20 @@ def _train_group(name: str) -> str:
     return "memory" if name.startswith("gpu_memory") else "train"
 
 
-def _open_metrics(path: Path, resume_step: int) -> TextIO:
+def _open_metrics(path: Path, resume_step: int, made_again: Sequence[str]) -> TextIO:
     if resume_step and path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        _replace(path, "".join(line for line in lines if _is_complete_up_to(line, resume_step)))
+        _replace(path, "".join(line for line in lines if _is_complete_up_to(line, resume_step, made_again)))
         return path.open("a")
     return path.open("w")
 
 
-def _is_complete_up_to(line: str, step: int) -> bool:
+def _is_complete_up_to(line: str, step: int, made_again: Sequence[str]) -> bool:
     try:
         values = json.loads(line)
         # The final evaluation follows the last checkpoint, and will be made again.
-        return line.endswith("\n") and values["step"] <= step and values["kind"] != _FINAL
+        is_made_again = values["kind"] == _FINAL or (values["step"] == step and values.get("split") in made_again)
+        return line.endswith("\n") and values["step"] <= step and not is_made_again
     except (ValueError, KeyError, TypeError):
         return False
 

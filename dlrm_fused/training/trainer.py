@@ -17,7 +17,7 @@ from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
-from dlrm_fused.datasets.time_windows import Window, time_windows
+from dlrm_fused.datasets.time_windows import TimeWindows, Window, time_windows
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.models.fp8 import check_gpu, describe
@@ -45,6 +45,7 @@ from dlrm_fused.training.warm_start import warm_start
 logger = logging.getLogger("dlrm_fused")
 
 _TIMED_STEPS_APART = 8
+_WINDOW = "window"  # in place of a split's name
 
 
 def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
@@ -76,9 +77,10 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
         dataset = open_dataset(config, device)
         for split in Split:
             dataset.samples(split)  # a split that is missing is told now, not when it is needed
+        windows = time_windows(config, dataset)
         step = _prepare_folder(folder, config, rank, lock)
         sharded = build(config, dataset.schema, device)
-        trainer = Trainer(config, rank, device, folder, dataset, sharded, step, stop_request)
+        trainer = Trainer(config, rank, device, folder, dataset, windows, sharded, step, stop_request)
         is_complete = trainer.run()
     if not is_complete:
         raise stop_request.stopped()
@@ -121,6 +123,7 @@ class Trainer:
         device: torch.device,
         folder: RunFolder,
         dataset: Dataset,
+        windows: TimeWindows | None,
         sharded: ShardedModel,
         start_step: int,
         stop_request: StopRequest,
@@ -132,7 +135,7 @@ class Trainer:
         self._folder = folder
         self._dataset = dataset
         self._data = digests_of(config, dataset)
-        self._windows = time_windows(config, dataset)
+        self._windows = windows
         self._windows_due: list[Window] = []
         self._sharded = sharded
         self._step = start_step
@@ -148,6 +151,7 @@ class Trainer:
             self._continue_from(start_step)
         elif config.checkpoint.warm_start:
             warm_start(config, sharded, dataset.schema)
+            self._windows_due = windows.due(0) if windows else []
         if config.checkpoint.every_steps:
             self._checkpoints.allocate(sharded)
         self._timer = StepTimer(device, every=_TIMED_STEPS_APART if device.type == "cuda" else 1)
@@ -160,7 +164,9 @@ class Trainer:
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._work = step_work(config, dataset.schema, device, sharded, rank.world_size)
         self._gpu = data_sheet(device)
-        self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
+        to_make = {_WINDOW: bool(self._windows_due), config.evaluation.split.name: self._has_evaluation_to_make}
+        made_again = [split for split, is_made_again in to_make.items() if is_made_again]
+        self._writer = RunWriter(folder.path, config, rank.index, start_step, made_again)
         self._show_plan()
 
     def _continue_from(self, step: int) -> None:
@@ -363,8 +369,7 @@ class Trainer:
             of_windows = [(window, self._measure(Split.train, window)) for window in self._windows_due]
             self._windows_due = []
             for window, values in of_windows:
-                self._writer.evaluation(self._step, "window", {"window": window.name, **report(values)})
-                self._tell(undefined(f"window {window.name} of the train", values).values())
+                self._writer.evaluation(self._step, _WINDOW, {"window": window.name, **report(values)})
             return self._evaluate() if evaluates else None
         except Stopped:
             self._save(None)
@@ -415,6 +420,8 @@ class Trainer:
         return f" {label}" if len(self._dataset.schema.labels) > 1 else ""
 
     def _save(self, auc: float | None) -> None:
+        if not self._step:
+            return  # a run that was stopped before its first step begins anew
         progress = Progress(
             step=self._step,
             samples=self._step * self._config.training.global_batch_size,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.time_windows import Window
 from dlrm_fused.training import trainer
+from dlrm_fused.training.checkpoint import CheckpointFolder
 from dlrm_fused.training.runtime import Stopped
 from tests.distributed import launch
 from tests.distributed.killing import assert_checkpoints_are_complete, assert_same_outcome, kill_at_step
-from tests.distributed.launch import metrics, run_ranks, small_config, start_training, train
+from tests.distributed.launch import RankFailed, metrics, run_ranks, small_config, start_training, train
 from tests.unit.prepared_sets import write_prepared_set
 
 # Windows of 3, 11, 12 and 13 batches of 16, and one of 5 samples between them.
@@ -30,7 +33,7 @@ BEGINS = {3: ["2024-01-02"], 14: ["2024-01-03", "2024-01-05"], 26: ["2024-01-06"
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("data") / "set"
     of_training = np.concatenate([np.full(count, day, "datetime64[us]") for day, count in SAMPLES_OF_DAYS.items()])
-    later = np.full(60, "2024-01-07", "datetime64[us]")
+    later = np.full(200, "2024-01-07", "datetime64[us]")
     times = {"train": np.random.default_rng(1).permutation(of_training), "validation": later, "test": later}
     samples = {split: len(of_split) for split, of_split in times.items()}
     write_prepared_set(folder, samples, times={split: of_split.astype(np.int64) for split, of_split in times.items()})
@@ -50,7 +53,7 @@ def test_each_window_is_evaluated_on_before_it_is_trained_on(uninterrupted: Path
     assert [line["samples"] for line in lines] == [SAMPLES_OF_DAYS[line["window"]] for line in lines]
     assert len([line for line in metrics(uninterrupted, "evaluation") if line["split"] == "validation"]) == STEPS // 13
     (final,) = metrics(uninterrupted, "final_evaluation")
-    assert (final["split"], final["step"], final["samples"]) == ("test", STEPS, 60)
+    assert (final["split"], final["step"], final["samples"]) == ("test", STEPS, 200)
 
 
 def test_windows_do_not_depend_on_the_number_of_ranks(tmp_path: Path, uninterrupted: Path, settings: list[str]) -> None:
@@ -72,21 +75,29 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     assert_same_outcome(config.run_dir, uninterrupted)
 
 
-def train_with_signal_in(config: Config, window: str) -> str:
-    """Train, with a SIGTERM while this window is evaluated on, if it is."""
+def train_with_trouble_in(config: Config, trouble: str) -> str:
+    """Train; a SIGTERM comes while the window of this name is evaluated on, or the evaluation of this split fails."""
     evaluate = trainer.evaluate
 
-    def interrupted(*arguments: Any, window: Window | None = None, before_batch: Any, **others: Any) -> Any:
-        if window is not None and window.name == signalled:
+    def troubled(*arguments: Any, window: Window | None = None, before_batch: Any, **others: Any) -> Any:
+        if window is not None and window.name == trouble:
             os.kill(os.getpid(), signal.SIGTERM)
+            while before_batch.__self__._promised is None:  # to stop at the next call
+                time.sleep(0.01)
+        if window is None and arguments[2].name == trouble:
+            raise OSError("the end of a process")
         return evaluate(*arguments, window=window, before_batch=before_batch, **others)
 
-    signalled, trainer.evaluate = window, interrupted  # type: ignore[assignment]
+    trainer.evaluate = troubled  # type: ignore[assignment]
     try:
         launch._train(config)
     except Stopped:
         return "stopped"
     return "done"
+
+
+def windows_of(run: Path) -> list[str]:
+    return [line["window"] for line in metrics(run, "evaluation") if line["split"] == "window"]
 
 
 @pytest.mark.parametrize("window", ["2024-01-03", "2024-01-05"])
@@ -95,7 +106,49 @@ def test_a_run_that_is_stopped_in_an_evaluation_makes_it_again(
 ) -> None:
     """Of two windows that are due the second one, too."""
     config = small_config(tmp_path, *settings)
-    assert run_ranks(2, train_with_signal_in, config, window) == ["stopped"] * 2
-    assert [line["step"] for line in metrics(config.run_dir, "evaluation") if line["split"] == "window"] == [3]
-    assert run_ranks(2, train_with_signal_in, config, "none") == ["done"] * 2
+    assert run_ranks(2, train_with_trouble_in, config, window) == ["stopped"] * 2
+    assert windows_of(config.run_dir) == ["2024-01-02"]
+    start_training(config, 2).wait()
     assert_same_outcome(config.run_dir, uninterrupted)
+
+
+def test_a_run_that_ends_between_two_evaluations_of_a_step_reports_each_once(
+    tmp_path: Path, uninterrupted: Path, settings: list[str]
+) -> None:
+    config = small_config(tmp_path, *settings)
+    assert run_ranks(2, train_with_trouble_in, config, "2024-01-06") == ["stopped"] * 2
+    with pytest.raises(RankFailed, match="the end of a process"):
+        run_ranks(2, train_with_trouble_in, config, "validation")
+    assert windows_of(config.run_dir)[-1] == "2024-01-06", "evaluated on, but not in a checkpoint"
+    start_training(config, 2).wait()
+    assert_same_outcome(config.run_dir, uninterrupted)
+
+
+def test_a_model_that_is_trained_already_is_evaluated_on_the_first_window(
+    tmp_path: Path, uninterrupted: Path, settings: list[str]
+) -> None:
+    warm = train(tmp_path, 1, *settings, f"checkpoint.warm_start={uninterrupted}", "training.max_steps=4")
+    assert windows_of(warm) == ["2024-01-01", "2024-01-02"]
+    assert metrics(warm, "evaluation")[0]["step"] == 0
+
+
+def test_more_steps_than_windows_have_leave_a_finished_run_as_it_is(tmp_path: Path, settings: list[str]) -> None:
+    config = small_config(tmp_path, *settings, "training.max_steps=4")
+    start_training(config, 2).wait()
+    before = {path: path.read_bytes() for path in config.run_dir.glob("*.*")}
+    with pytest.raises(RankFailed, match=f"training.max_steps=40: allowed: at most {STEPS}"):
+        train(tmp_path, 2, *settings, "training.max_steps=40")
+    assert {path: path.read_bytes() for path in config.run_dir.glob("*.*")} == before
+
+
+def test_a_run_of_epochs_does_not_go_on_with_windows(tmp_path: Path, settings: list[str]) -> None:
+    """Nor one of an earlier release, which knew no windows."""
+    run = train(tmp_path, 1, *settings, "data.windows=none", "training.max_steps=4")
+    checkpoint = CheckpointFolder(run / "checkpoints").of(4)
+    progress = checkpoint / "progress.json"
+    content = json.loads(progress.read_text())
+    del content["settings"]["data.windows"]
+    progress.write_text(json.dumps(content))
+    (checkpoint / "checksums.json").unlink()
+    with pytest.raises(RankFailed, match=r"data.windows=day: the run in .* was started with none"):
+        train(tmp_path, 1, *settings)

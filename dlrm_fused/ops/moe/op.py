@@ -185,7 +185,7 @@ def _check_inputs(workspace: ExpertWorkspace, x: Tensor, experts: Tensor, gates:
             raise UsageError(f"{workspace.name}: {key} has shape {list(tensor.shape)}; needed: {dims} dimensions")
     tokens, parts = x.shape[0], workspace.activation.parts
     hidden = w_in.shape[1] // parts
-    of_weights = torch.float32 if w_in.dtype == w_out.dtype == torch.float32 else workspace.dtype
+    of_weights = torch.float32 if w_in.dtype == torch.float32 else workspace.dtype
     expected = {
         "x": (x, workspace.dtype, [tokens, workspace.width]),
         "experts": (experts, torch.int64, [tokens, workspace.top_k]),
