@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,6 @@ import pytest
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.time_windows import Window
 from dlrm_fused.training import trainer
-from dlrm_fused.training.checkpoint import CheckpointFolder
 from dlrm_fused.training.runtime import Stopped
 from tests.distributed import launch
 from tests.distributed.killing import assert_checkpoints_are_complete, assert_same_outcome, kill_at_step
@@ -139,16 +137,3 @@ def test_more_steps_than_windows_have_leave_a_finished_run_as_it_is(tmp_path: Pa
     with pytest.raises(RankFailed, match=f"training.max_steps=40: allowed: at most {STEPS}"):
         train(tmp_path, 2, *settings, "training.max_steps=40")
     assert {path: path.read_bytes() for path in config.run_dir.glob("*.*")} == before
-
-
-def test_a_run_of_epochs_does_not_go_on_with_windows(tmp_path: Path, settings: list[str]) -> None:
-    """Nor one of an earlier release, which knew no windows."""
-    run = train(tmp_path, 1, *settings, "data.windows=none", "training.max_steps=4")
-    checkpoint = CheckpointFolder(run / "checkpoints").of(4)
-    progress = checkpoint / "progress.json"
-    content = json.loads(progress.read_text())
-    del content["settings"]["data.windows"]
-    progress.write_text(json.dumps(content))
-    (checkpoint / "checksums.json").unlink()
-    with pytest.raises(RankFailed, match=r"data.windows=day: the run in .* was started with none"):
-        train(tmp_path, 1, *settings)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_fused.config import Config, Sharding, TableConfig, flatten, load_config
+from dlrm_fused.config import Config, Sharding, TableConfig, Windows, flatten, load_config
 from dlrm_fused.errors import CheckpointError, ConfigError
 from dlrm_fused.training.checkpoint import CheckpointFolder, Progress
 from dlrm_fused.training.run_folder import RunFolder
@@ -71,6 +71,18 @@ class TestStart:
 
 
 class TestSettings:
+    @pytest.mark.parametrize("is_of_earlier_release", [False, True])
+    def test_a_run_of_epochs_does_not_go_on_with_windows(self, folder, config, is_of_earlier_release):
+        progress = add_checkpoint(folder.checkpoints, config, 10) / "progress.json"
+        if is_of_earlier_release:  # which knew no windows
+            content = json.loads(progress.read_text())
+            del content["settings"]["data.windows"]
+            progress.write_text(json.dumps(content))
+        assert folder.prepare(config) == 10
+        config.data.windows = Windows.day
+        with pytest.raises(CheckpointError, match=r"data.windows=day: the run in .* was started with none"):
+            folder.prepare(config)
+
     def test_what_decides_the_outcome_must_be_the_same(self, folder, config):
         add_checkpoint(folder.checkpoints, config, 10)
         config.training.dense_optimizer.learning_rate = 0.5

@@ -170,6 +170,6 @@ def test_more_than_the_windows_hold(tmp_path: Path, overrides: list[str], expect
 
 
 def test_other_data_have_no_times() -> None:
-    expected = r"data.windows=day: allowed: none with data.source=synthetic, since prepared data alone hold times.*add data.windows=none"
+    expected = r"data.windows=day: allowed: none with data.source=synthetic, .*; to evaluate .* add data.windows=none"
     with pytest.raises(ConfigError, match=expected):
         load_config("configs/synthetic.yaml", ["data.windows=day"])
