@@ -166,9 +166,9 @@ class JaggedBatch:
         )
 
     def _attend_among_rows(self, projected: Tensor) -> Tensor:
-        bounds = F.pad(self.counts.cumsum(0), (1, 0)).int()
         queries, keys, values = projected.unbind(2)
-        attended = varlen_attn(queries, keys, values, bounds, bounds, self.tokens, self.tokens, window_size=(-1, 0))
+        bounds, longest = self._bounds, self.tokens
+        attended = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, window_size=(-1, 0))
         assert isinstance(attended, Tensor)
         return attended
 
@@ -179,6 +179,11 @@ class JaggedBatch:
             x = x.new_zeros(sum(groups.sizes), *x.shape[1:]).index_copy_(0, groups.slots, x)
         parts = x.split(groups.sizes) if len(groups.sizes) > 1 else [x]
         return [part.unflatten(0, (-1, longest)) for part, longest in zip(parts, groups.longest, strict=True)]
+
+    @cached_property
+    def _bounds(self) -> Tensor:
+        """Where the samples' rows begin and end, [b + 1] int32; for all layers once."""
+        return F.pad(self.counts.cumsum(0), (1, 0)).int()
 
     @cached_property
     def _groups(self) -> _Groups:

@@ -164,8 +164,8 @@ class Trainer:
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._work = step_work(config, dataset.schema, device, sharded, rank.world_size)
         self._gpu = data_sheet(device)
-        to_make = {_WINDOW: bool(self._windows_due), config.evaluation.split.name: self._has_evaluation_to_make}
-        made_again = [split for split, is_made_again in to_make.items() if is_made_again]
+        due = {_WINDOW: self._windows_due, config.evaluation.split.name: self._has_evaluation_to_make}
+        made_again = [split for split in due if due[split]]
         self._writer = RunWriter(folder.path, config, rank.index, start_step, made_again)
         self._show_plan()
 

@@ -162,8 +162,11 @@ def write_set(
 def _encode_block(
     block: Block, transformation: Transformation, split: Split, interactions: InteractionColumns | None
 ) -> EncodedBlock:
-    times = split.times(block) if isinstance(split, TimeSplit) else None
-    split_of_row = split.assign_times(times) if isinstance(split, TimeSplit) and times is not None else split.assign(block)
+    if isinstance(split, TimeSplit):
+        times = split.times(block)
+        split_of_row = split.assign_times(times)
+    else:
+        times, split_of_row = None, split.assign(block)
     dense = [feature.apply(read_numbers(block, feature.name, transformation.nulls)) for feature in transformation.dense]
     ids = pl.DataFrame([_ids(block, encoding) for encoding in transformation.sparse])
     labels = [read_labels(block, name) for name in transformation.labels]
