@@ -182,7 +182,7 @@ class JaggedBatch:
 
     @cached_property
     def _bounds(self) -> Tensor:
-        """Where the samples' rows begin and end, [b + 1] int32; for all layers once."""
+        """The bounds of the samples' rows, [b + 1] int32, made once for all layers."""
         return F.pad(self.counts.cumsum(0), (1, 0)).int()
 
     @cached_property
