@@ -3,8 +3,9 @@
     python -m benchmarks.training.compare --config configs/criteo_1tb_dcnv2_synthetic.yaml --ranks 2 --batches 16384 65536 \
         --output results.json "comm=fused" "comm=baseline" "comm=baseline training.compile=never"
 
-Each argument is one contestant: settings, divided by spaces. Two words are no settings: ``ranks=1`` runs a contestant on
-another number of ranks (scaling), and ``loop=generated`` or ``loop=resident`` takes the bare loop of
+Each argument is one contestant: settings, divided by spaces. Three words are no settings: ``ranks=1`` runs a contestant on
+another number of ranks (scaling), ``hosts=2`` declares the ranks to be so many hosts, between which ``comm=fused`` sends
+messages, and ``loop=generated`` or ``loop=resident`` takes the bare loop of
 :mod:`benchmarks.training.bare_torchrec_loop` in place of the trainer.
 
 A run's rate is that of all steps after the warm-up; the median over rounds counts. ``floor`` is the time that the step's work
@@ -55,6 +56,10 @@ _COLUMNS: Sequence[tuple[str, str, float, str]] = (
 )
 
 
+# The words of a contestant that are no settings.
+_WORDS = ("ranks=", "hosts=", "loop=")
+
+
 @dataclass(frozen=True)
 class Cell:
     """The conditions that contestants share: a global batch size, None for the config's, and the rate of the links of hosts."""
@@ -65,7 +70,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Settings as they were given, with ``ranks=`` and ``loop=`` among them."""
+    """Settings as they were given, with those words among them that are none."""
 
     text: str
 
@@ -75,7 +80,7 @@ class Contestant:
 
     @property
     def settings(self) -> list[str]:
-        return [word for word in self.text.split() if not word.startswith(("ranks=", "loop="))]
+        return [word for word in self.text.split() if not word.startswith(_WORDS)]
 
 
 def run(options: argparse.Namespace, cell: Cell, contestant: Contestant, hosts: Hosts | None) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def run(options: argparse.Namespace, cell: Cell, contestant: Contestant, hosts: 
             return run_bare_loop(options.config, own, ranks, loop, lengths)
         settings = [*lengths.settings(), *own]
         if hosts is None:
-            return train(options.config, settings, ranks, folder, lengths)
+            return train(options.config, settings, ranks, folder, lengths, int(contestant.word("hosts") or 1))
         assert cell.gbits_per_second is not None
         hosts.shape(cell.gbits_per_second * 1e9)
         return train_on_hosts(hosts, options.hosts, options.config, settings, folder, lengths)
@@ -177,8 +182,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"{wrong}: both must be multiples of --interval={options.interval}")
     if (options.hosts is None) != (options.gbits_per_second is None):
         parser.error("--hosts and --gbits-per-second: give both, or none")
-    if options.hosts and any(word.startswith(("ranks=", "loop=")) for text in options.contestants for word in text.split()):
-        parser.error("--hosts: no contestant may have ranks= or loop=")
+    if options.hosts and any(word.startswith(_WORDS) for text in options.contestants for word in text.split()):
+        parser.error(f"--hosts: no contestant may have {', '.join(_WORDS)}")
     if options.hosts and options.steps < 3 * options.interval:
         parser.error(f"--steps={options.steps}: bytes are counted over three times --interval={options.interval} at least")
     if options.hosts and (reason := obstacle()):

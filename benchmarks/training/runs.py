@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -47,14 +49,33 @@ class Mark:
     sent: list[int]
 
 
-def train(config: str, settings: Sequence[str], ranks: int, folder: Path, lengths: Lengths) -> dict[str, Any]:
+def train(config: str, settings: Sequence[str], ranks: int, folder: Path, lengths: Lengths, hosts: int = 1) -> dict[str, Any]:
     """Train on this machine into ``folder/run``; ends this program if that fails.
+
+    Args:
+        hosts: each an agent of torchrun with its share of the ranks and of the GPUs, which ``DLRM_FUSED_HOST`` calls a host.
 
     Returns:
         As :func:`measured`.
     """
-    program = [*_LAUNCHER, "--standalone", f"--nproc-per-node={ranks}", *_train_py(config, settings, folder)]
-    _output_of(program)
+    arguments = _train_py(config, settings, folder)
+    if hosts == 1:
+        _output_of([*_LAUNCHER, "--standalone", f"--nproc-per-node={ranks}", *arguments])
+        return measured(folder / "run", config, settings, lengths.warmup)
+    folder.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"localhost:{free.getsockname()[1]}"
+    agents, of_host = [], ranks // hosts
+    for host in range(hosts):
+        gpus = ",".join(map(str, range(host * of_host, (host + 1) * of_host)))
+        env = {**os.environ, "DLRM_FUSED_HOST": f"host{host}", "CUDA_VISIBLE_DEVICES": gpus}
+        with (folder / f"log_{host}.txt").open("w") as log:
+            command = [*_agent(hosts, of_host, meeting), *arguments]
+            agents.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    statuses = [agent.wait() for agent in agents]
+    if any(statuses):
+        raise SystemExit(_failure(config, settings, folder))
     return measured(folder / "run", config, settings, lengths.warmup)
 
 
@@ -69,15 +90,13 @@ def train_on_hosts(
     folder.mkdir(parents=True)
     agents = []
     for host, of_host in enumerate(ranks):
-        launcher = [*_LAUNCHER, f"--nnodes={len(ranks)}", f"--nproc-per-node={of_host}"]
-        launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.names[0]}:29400"]
         with (folder / f"log_{host}.txt").open("w") as log:
-            command = [*launcher, *_train_py(config, settings, folder)]
+            command = [*_agent(len(ranks), of_host, f"{hosts.names[0]}:29400"), *_train_py(config, settings, folder)]
             agents.append(hosts.popen(host, command, {"OMP_NUM_THREADS": "1"}, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
     try:
         marks = list(_marks(hosts, agents, folder / "run/metrics.jsonl"))
         if any(agent.wait() for agent in agents):
-            raise SystemExit(f"{config} {' '.join(settings)} failed:\n{(folder / 'log_0.txt').read_text()[-8000:]}")
+            raise SystemExit(_failure(config, settings, folder))
     finally:
         for host in range(len(ranks)):
             hosts.kill(host)
@@ -144,6 +163,16 @@ def _described(config: str, settings: Sequence[str], intervals: Sequence[tuple[i
         "intervals": [[step, round(rate)] for step, rate, _ in intervals],
         "losses": [],
     }
+
+
+def _agent(hosts: int, ranks: int, meeting: str) -> list[str]:
+    """Return the start of the command of a host with so many ranks; the hosts meet at a name and port."""
+    counts = [f"--nnodes={hosts}", f"--nproc-per-node={ranks}"]
+    return [*_LAUNCHER, *counts, "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}"]
+
+
+def _failure(config: str, settings: Sequence[str], folder: Path) -> str:
+    return f"{config} {' '.join(settings)} failed:\n{(folder / 'log_0.txt').read_text()[-8000:]}"
 
 
 def _train_py(config: str, settings: Sequence[str], folder: Path) -> list[str]:
