@@ -196,6 +196,7 @@ def products_in_addresses(ttir: str) -> Iterator[Product]:
 # Products that fit all the same, by file of the package: how their line begins, and why they fit.
 _DIMENSION = "the number of a tile, piece or program times its size: less than a tensor's dimension, of 31 bits, and a tile"
 _ROWS = "rows of all ranks: the workspace refuses 2^31"
+_INDICES = "indices of a bag: their count has 31 bits"
 _ITEMS = "items of work: their count is an argument of 31 bits"
 _CHUNKS = "chunks of 1,024 positions, which have 31 bits where there is more than a chunk for each multiprocessor"
 _WORDS = "words of the protocol: a few for each rank"
@@ -220,7 +221,9 @@ _BOUNDED = {
         "feature = item // (receiver_count * blocks)": _ITEMS,
         "fields = lookup.features + feature * _FEATURE_FIELDS": _ITEMS,
         "first_bag = tl.load(bags + peer) + item % blocks * BAGS": _DIMENSION,
+        "numbers += (load(indices + (step + r) * POOLING.split": _INDICES,
         "of_receiver = receivers + item // blocks % receiver_count * 3": _ITEMS,
+        "row *= load(factors + (step + r) * POOLING.split": _INDICES,
     },
     "ops/embedding_all_to_all/reduce.py": {"row = (tl.program_id(0) * ROWS": _DIMENSION},
     "ops/embedding_all_to_all/scatter.py": {

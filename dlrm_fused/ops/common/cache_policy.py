@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,9 +25,8 @@ from dlrm_fused.ops.common.gpus import gpu_of
 _NORMAL, _FIRST, _LAST = "", "evict_first", "evict_last"
 
 
-# Each launch looks a compiled kernel up by this constant: by its identity, since to hash all fields takes microseconds.
-@dataclass(frozen=True, eq=False)
-class CachePolicy:
+# A tuple: Triton writes constants as JSON for hooks that are told of compiled kernels, such as NVSHMEM's.
+class CachePolicy(NamedTuple):
     """The eviction priority of every stream, a constant to the compiler; the defaults are how the kernels run unless told
     otherwise."""
 
