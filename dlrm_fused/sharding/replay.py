@@ -51,14 +51,13 @@ class ReplayedEmbeddingAllToAll:
     def covers(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         """Return whether replays of a batch do the same as the operator, and are faster.
 
-        They are not without gradients, with ``check_indices`` or stochastic rounding, with ranks on several hosts, for many
-        indices or large outputs, on the CPU, and within a capture of the caller's.
+        They are not without gradients, with ``check_indices`` or stochastic rounding, with messages by TCP, for many indices or
+        large outputs, on the CPU, and within a capture of the caller's.
         """
         workspace = self._workspace
         output_bytes = batch_sizes[workspace.rank] * workspace.layout.columns * workspace.output_dtype.itemsize
         return (
-            workspace.device.type == "cuda"
-            and not workspace.group.hosts.are_many
+            workspace.group.calls_can_be_captured
             and workspace.has_memory
             and torch.is_grad_enabled()
             and not workspace.check_indices

@@ -207,15 +207,15 @@ class Channel:
 
         Raises:
             CommunicationError: the channel has failed.
-            UsageError: of messages, while a CUDA graph is captured.
+            UsageError: of messages by TCP, while a CUDA graph is captured.
         """
         self.raise_fault()
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
         if self._puts is not None:
             return ChannelExchange(self, self._puts.exchange(sent, received, tag, self.raise_fault))
         assert self._link is not None, f"channel {self.name}: all ranks are on one host"
-        if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages to other hosts; call this outside of one")
+        if not self._link.can_be_captured and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages by TCP; call this outside of one")
         return ChannelExchange(self, self._link.exchange(without_empty(sent), without_empty(received), tag))
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:

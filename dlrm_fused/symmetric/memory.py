@@ -116,6 +116,11 @@ class SymmetricGroup(abc.ABC):
             self.peer_monitor.close()
             raise
 
+    @property
+    def calls_can_be_captured(self) -> bool:
+        """Whether a CUDA graph can have calls of channels: stores, and messages of NCCL, but none by TCP."""
+        return self.device.type == "cuda" and (not self.hosts.are_many or self._nccl is not None)
+
     def open_link(self, channel: int) -> Link:
         """Return the link by which slices of the channel of that number go to other hosts as messages. Collective.
 

@@ -70,7 +70,13 @@ class Exchange(ABC):
 
 
 class Link(ABC):
-    """A channel that transfers slices. One thread at a time begins its exchanges, in the same order on all ranks."""
+    """A channel that transfers slices. One thread at a time begins its exchanges, in the same order on all ranks.
+
+    Attributes:
+        can_be_captured: whether a CUDA graph can have exchanges.
+    """
+
+    can_be_captured = False
 
     @abstractmethod
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
@@ -95,6 +101,8 @@ class NcclLink(Link):
         process_group: its ranks are those of the messages.
         name: the same on all ranks, and of no other messages.
     """
+
+    can_be_captured = True
 
     def __init__(self, process_group: dist.ProcessGroup, peer_monitor: PeerMonitor, name: str) -> None:
         store = dist.PrefixStore(f"dlrm_fused messages {name}", default_store())

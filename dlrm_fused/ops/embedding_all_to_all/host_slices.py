@@ -6,6 +6,7 @@ that one's results; a counterpart also gets the gradients of row-wise tables, fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -40,17 +41,52 @@ def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
+class SlicesInBuffer:
+    """Slices for ranks of other hosts, side by side in one buffer.
+
+    Attributes:
+        shapes: by rank, rows and columns.
+    """
+
+    shapes: dict[int, tuple[int, int]]
+    dtype: torch.dtype
+
+    @cached_property
+    def begins(self) -> dict[int, int]:
+        """By rank, the byte at which its slice begins."""
+        ends = itertools.accumulate((round_up(self._size(rank), _ALIGNMENT) for rank in self.shapes), initial=0)
+        return dict(zip(self.shapes, ends, strict=False))
+
+    def new_buffer(self, device: torch.device) -> Tensor:
+        """Return a uint8 buffer for all of them."""
+        size = sum(self._size(rank) + _ALIGNMENT for rank in self.shapes)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def of(self, buffer: Tensor) -> dict[int, Tensor]:
+        """By rank, its slice in a buffer."""
+        return {
+            rank: buffer[begin : begin + self._size(rank)].view(self.dtype).view(self.shapes[rank])
+            for rank, begin in self.begins.items()
+        }
+
+    def _size(self, rank: int) -> int:
+        rows, columns = self.shapes[rank]
+        return rows * columns * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class HostSlices:
     """The slices that one rank sends and receives.
 
     Attributes:
         places: of all data.
-        forward_wire: the dtype of results that travel.
+        forward_wire, backward_wire: the dtypes of results, and of gradients, that travel.
         device: of the tables.
     """
 
     places: ByteLayout
     forward_wire: torch.dtype
+    backward_wire: torch.dtype
     device: torch.device
 
     @property
@@ -103,33 +139,22 @@ class HostSlices:
     @lasting_property
     def bags(self) -> Tensor:
         """As :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`, where the kernel writes slices."""
-        begins = [self._begins.get(rank, 0) for rank in range(len(self.widths))]
+        begins = [self.results.begins.get(rank, 0) for rank in range(len(self.widths))]
         return torch.tensor([*self.places.starts, *begins]).to(self.device, non_blocking=True)
 
     @cached_property
-    def _begins(self) -> dict[int, int]:
-        """By rank of another host, the byte at which its slice begins in a buffer of all slices that this rank sends."""
-        begins, end = dict[int, int](), 0
-        for rank in self._hosts.remote:
-            begins[rank] = end
-            end += round_up(self._size(rank), _ALIGNMENT)
-        return begins
+    def results(self) -> SlicesInBuffer:
+        """The slices [bags, width] that this rank sends of its results."""
+        shapes = {rank: (self.places.batch_sizes[rank], self.width) for rank in self._hosts.remote}
+        return SlicesInBuffer(shapes, self.forward_wire)
 
-    def _size(self, rank: int) -> int:
-        """Return the bytes of the results that this rank sends to one."""
-        return self.places.batch_sizes[rank] * self.width * self.places.wire_item
-
-    def of(self, buffer: Tensor) -> dict[int, Tensor]:
-        """By rank of another host, its slice [bags, width] in a uint8 buffer."""
-        return {
-            rank: buffer[begin : begin + self._size(rank)].view(self.forward_wire).view(-1, max(self.width, 1))
-            for rank, begin in self._begins.items()
-        }
-
-    @property
-    def buffer_size(self) -> int:
-        """Bytes of all slices that this rank sends of its results."""
-        return sum(self._size(rank) + _ALIGNMENT for rank in self._hosts.remote)
+    @cached_property
+    def gradients(self) -> SlicesInBuffer:
+        """The slices [bags, width] that this rank sends of its output's gradient."""
+        own = self._hosts.rank
+        widths = {rank: self.gradient_width(own, rank) for rank in self._hosts.remote}
+        shapes = {rank: (self.places.batch_sizes[own], width) for rank, width in widths.items()}
+        return SlicesInBuffer(shapes, self.backward_wire)
 
     @lasting_property
     def pooled_spread_tables(self) -> dict[int, Tensor]:
@@ -174,6 +199,15 @@ class HostSlices:
     def gradient_table(self) -> Tensor:
         """The places of the output's gradient in the slices for other hosts, for the kernel."""
         return self._gradient_table.to(self.device, non_blocking=True)
+
+    @lasting_property
+    def gradient_buffer_table(self) -> Tensor:
+        """:attr:`gradient_table` with the places in a buffer of all slices, the only one of its table of addresses."""
+        table = self._gradient_table.clone()
+        begins = [self.gradients.begins.get(rank, 0) for rank in range(len(self.widths))]
+        table[:, 3] += torch.tensor(begins, dtype=torch.int64)[table[:, 0]]
+        table[:, 0] = 0
+        return table.to(self.device, non_blocking=True)
 
     @lasting_property
     def gradient_needs(self) -> Tensor:

@@ -143,11 +143,11 @@ def _look_up_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, lookups: Seq
     if workspace.pooled_puts is not None:
         lookup_and_put(workspace, plan, workspace.pooled_puts, lookups)
         return slices
-    buffer = torch.empty(plan.slices.buffer_size, dtype=torch.uint8, device=workspace.device)
+    buffer = plan.slices.results.new_buffer(workspace.device)
     to = in_slices(plan.slices, torch.full((1,), buffer.data_ptr(), device=workspace.device))
     for lookup in lookups if plan.slices.receivers.numel() else ():
         lookup_and_scatter(workspace, plan, lookup, to, receive_offset=0, first=False, last=False)
-    slices.send(plan.slices.of(buffer))
+    slices.send(plan.slices.results.of(buffer))
     return slices
 
 

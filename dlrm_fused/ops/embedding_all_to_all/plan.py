@@ -54,7 +54,7 @@ class BatchPlan:
     @cached_property
     def slices(self) -> HostSlices:
         """The slices for ranks of other hosts."""
-        return HostSlices(self.places, self.forward_wire, self.device)
+        return HostSlices(self.places, self.forward_wire, self.backward_wire, self.device)
 
     @cached_property
     def fingerprint(self) -> int:

@@ -45,6 +45,44 @@ def store_tile(
     tl.store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _store_tiles(
+    source, source_stride, tiles, items, row_blocks, addresses, offset, may_store,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store this program's part of the tiles in memory that may be written at once, from byte ``offset`` on."""
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        fields = tiles + (item // row_blocks) * _FIELDS
+        destination = peer_pointer(addresses, tl.load(fields), offset + tl.load(fields + 3), WIRE, ALIGNMENT)
+        store_tile(source, source_stride, fields, item % row_blocks, destination, may_store, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["items", "row_blocks", "offset"])
+def store_tiles_kernel(
+    source, source_stride, tiles, items, row_blocks, addresses, offset,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """See :func:`store_tiles`."""
+    _store_tiles(source, source_stride, tiles, items, row_blocks, addresses, offset, True, WIRE, ALIGNMENT, ROWS, COLUMNS)
+
+
+def store_tiles(source: Tensor, table: Tensor, most_rows: int, addresses: Tensor, offset: int, wire: torch.dtype) -> None:
+    """Store tiles of ``source`` in memory of this host that nobody else uses, outside of an epoch.
+
+    Args:
+        source, table, most_rows, wire: as :func:`scatter_tiles` takes them.
+        addresses: int64, of the memory of each peer that the table names.
+        offset: bytes from which those of the tiles count.
+    """
+    row_blocks = ceil_div(most_rows, _ROWS)
+    items = table.shape[0] * row_blocks
+    if items:
+        store_tiles_kernel[(min(items, _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors),)](
+            source, source.stride(0), table, items, row_blocks, addresses, offset,
+            WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint"])
 def scatter_tiles_kernel(
     source, source_stride, tiles, items, row_blocks, addresses, receive_offset, channel, fingerprint,
@@ -141,10 +179,7 @@ def spread_tiles_kernel(
     """
     place = wait_for_slice(channel, puts, sender, fingerprint)
     source = tl.multiple_of(place.to(tl.pointer_type(WIRE)), 16)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        fields = tiles + (item // row_blocks) * _FIELDS
-        destination = peer_pointer(addresses, tl.load(fields), offset + tl.load(fields + 3), WIRE, ALIGNMENT)
-        store_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+    _store_tiles(source, width, tiles, items, row_blocks, addresses, offset, place >= 0, WIRE, ALIGNMENT, ROWS, COLUMNS)
     release_slice(channel, puts, sender, 1, tl.num_programs(0))
 
 

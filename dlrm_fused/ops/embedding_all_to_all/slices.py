@@ -19,10 +19,12 @@ from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import Tile
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, spread_slice
+from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
+from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, spread_slice, store_tiles
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.channel import ChannelExchange
+from dlrm_fused.symmetric.device import uses_kernels
 
 
 class PooledSlices:
@@ -61,7 +63,7 @@ class PooledSlices:
         if not workspace.layout.row_wise_columns:
             return
         staging = workspace.staging()
-        sent = {rank: _sum(plan.host_parts_view(staging, rank)) for rank in plan.hosts.served}
+        sent = {rank: _summed(plan.host_parts_view(staging, rank)) for rank in plan.hosts.served}
         received = {rank: plan.host_sum_view(staging, rank) for rank in plan.hosts.counterparts()}
         self._sums = workspace.forward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
 
@@ -81,15 +83,17 @@ class PooledSlices:
                 spread_slice(workspace.pooled_puts, rank, width, table, plan.local_batch, window, wire)
         else:
             output = plan.staged_view(memory) if plan.places.is_staged else plan.output_view(memory, offset)
-            if self._rows is None:
-                for rank, slice_ in self._slices.arrivals():
-                    for source, column, width in plan.slices.runs[rank]:
-                        output[:, column : column + width] = slice_[:, source : source + width]
-            else:
+            if self._rows is not None:
                 self._slices.wait_arrivals()
                 assert self._distinct is not None
                 rows = self._rows.index_select(0, self._distinct.received.flatten())
                 output.view(-1, _row_dim(workspace)).index_copy_(0, plan.slices.remote_places, rows)
+            for rank, slice_ in self._slices.arrivals() if self._rows is None else ():
+                if uses_kernels(workspace.device):
+                    _store(slice_, plan.slices.pooled_spread_tables.get(rank), memory, begin, workspace.forward_wire)
+                    continue
+                for source, column, width in plan.slices.runs[rank]:
+                    output[:, column : column + width] = slice_[:, source : source + width]
         if self._sums is not None:
             self._sums.complete()
         if self._slices is not None:
@@ -157,7 +161,15 @@ class GradientSlices:
 
     def _whole(self, gradient: Tensor) -> dict[int, Tensor]:
         """By rank of another host, the columns [bags, width] of the gradient that go there."""
-        return {rank: self._packed_runs(gradient, runs) for rank, runs in self._plan.slices.gradient_runs.items()}
+        plan, device = self._plan, self._workspace.device
+        if uses_kernels(device):
+            buffer = plan.slices.gradients.new_buffer(device)
+            address = torch.full((1,), buffer.data_ptr(), device=device)
+            store_tiles(
+                gradient, plan.slices.gradient_buffer_table, plan.local_batch, address, 0, self._workspace.backward_wire
+            )
+            return plan.slices.gradients.of(buffer)
+        return {rank: self._packed_runs(gradient, runs) for rank, runs in plan.slices.gradient_runs.items()}
 
     def _packed_runs(self, gradient: Tensor, runs: Sequence[tuple[int, int, int]]) -> Tensor:
         parts = [gradient[:, column : column + columns] for _, column, columns in runs]
@@ -195,6 +207,9 @@ class GradientSlices:
                 spread_slice(workspace.gradient_puts, rank, width, table, rows, window, wire)
         else:
             for rank, slice_ in self._slices.arrivals():
+                if uses_kernels(workspace.device) and self._distinct is None:
+                    _store(slice_, plan.slices.spread_tables.get(rank), workspace.gradients, 0, wire)
+                    continue
                 expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
                 for tile in plan.slices.spread_tiles[rank]:
                     copy_tile(expanded, tile, workspace.gradients, 0, wire)
@@ -232,11 +247,16 @@ def _packed(parts: Sequence[Tensor], width: int, wire: torch.dtype) -> Tensor:
     return packed
 
 
-def _sum(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, in its order, in fp32 and rounded once."""
-    total = parts[0].float()
-    if total.data_ptr() == parts.data_ptr():
-        total = total.clone()
-    for part in parts[1:]:
-        total += part
-    return within_range(total, parts.dtype).to(parts.dtype)
+def _store(slice_: Tensor, table: Tensor | None, memory: SymmetricMemory, base: int, wire: torch.dtype) -> None:
+    """Store a slice that has arrived in memory of this host, from byte ``base`` on; no table: it is empty."""
+    if table is not None:
+        store_tiles(slice_, table, len(slice_), memory.addresses, base, wire)
+
+
+def _summed(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, in its order, in fp32 and rounded once; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.empty_like(parts[0])
+    add_up(parts, total)
+    return total
