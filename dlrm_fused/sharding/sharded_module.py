@@ -105,7 +105,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _fuses_input_dist(self) -> bool:
         """Whether the features of later batches go to their ranks without the host."""
         is_whole = bool(self._path.shardings) and len(self._path.shardings) == len(compat.sharding_types(self))
-        has_kernels = self._group is not None and uses_kernels(self._group.device) and not self._group.hosts.are_many
+        has_kernels = self._group is not None and uses_kernels(self._group.device)
         return is_whole and has_kernels and self._has_features_of_input_dist
 
     @property

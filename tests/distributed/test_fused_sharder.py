@@ -211,9 +211,9 @@ def batches(world: World, count: int, rank: int | None = None) -> list[KeyedJagg
 Course = Callable[[DistributedModelParallel, World], list[Tensor]]
 
 
-def run_both(world: World, course: Course) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """By rank, what a course of events gives with our sharder, and with TorchRec's."""
-    return run_ranks(world.ranks, _run_both, world, course)
+def run_both(world: World, course: Course, hosts: Sequence[int] | None = None) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """By rank, what a course of events gives with our sharder, and with TorchRec's; ``hosts``: the number of each rank's."""
+    return run_ranks(world.ranks, on_hosts, hosts or [0] * world.ranks, _run_both, world, course)
 
 
 def _run_both(world: World, course: Course) -> tuple[list[Tensor], list[Tensor]]:
@@ -362,12 +362,19 @@ class TestOneStepAfterTheOther:
     def test_features_are_sent_by_kernels(self, ranks, tables):
         assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), with_features_sent_by_kernels))
 
+    @pytest.mark.interpreted
+    @pytest.mark.parametrize(("hosts", "tables"), [((0, 1), EVERY_KIND), ((0, 0, 1), ONE_OF_EACH)])
+    def test_between_hosts_kernels_and_messages_send_features(self, hosts, tables):
+        world = World((tables,), batch_sizes=(6,) * len(hosts))
+        assert_equal(run_both(world, with_features_sent_by_kernels, hosts), exactly=len(hosts) == 2)
+
     @pytest.mark.slow
     @pytest.mark.interpreted
     @pytest.mark.parametrize("tables", [WITHOUT_ROW_WISE[:2], EVERY_KIND[:3], (Table("row_wise"),)])
     @pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
     def test_kernels_send_the_ids_that_torchrec_sends(self, tables, sizes):
-        assert_equal(run_both(World((tables,), batch_sizes=sizes), received_features))
+        for hosts in ([0, 0], [0, 1]):
+            assert_equal(run_both(World((tables,), batch_sizes=sizes), received_features, hosts))
 
     @pytest.mark.parametrize("sizes", [(7, 2), with_kernels_too((1, 9, 4)), (3, 3, 5, 8)])
     def test_uneven_batches(self, sizes):

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.workspace import Workspace, fingerprint_of
+from dlrm_fused.ops.feature_all_to_all.messages import FeatureMessages
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, round_up, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.launches import ceil_div, next_power_of_2
@@ -87,8 +88,9 @@ class FeatureExchange(Workspace):
         self._most_features = max(map(len, self.features_of_ranks))
         self._last_feature = max((max(features) for features in self.features_of_ranks if features), default=-1)
         self._words = 2 * (self._most_features + 1) * self.world_size
-        # One batch at a time uses this, as it does the memory.
-        self._words_on_host = torch.empty(self._words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        # One batch at a time uses these, as it does the memory.
+        self._words_on_host = self._on_host(self._words)
+        self._messages: FeatureMessages | None = None
         self._memory: SymmetricMemory | None = None
         self._allocate(_BAG_UNIT, 1)
         self._pending: SentFeatures | None = None
@@ -137,12 +139,36 @@ class FeatureExchange(Workspace):
         self._received_lengths = self._view(
             self._lengths_begin, self.lengths_dtype, self._own_features, self.world_size, self._most_bags
         )
+        self._addresses = self._memory.addresses
+        if self.group.hosts.are_many:
+            dtypes = self.lengths_dtype, self.values_dtype
+            self._messages = FeatureMessages(self.channel, self.features_of_ranks, dtypes, self._most_bags)
+            sent = torch.tensor([self._messages.sent.data_ptr()], device=self.device)
+            self._addresses = torch.cat([self._addresses, sent])
+            self._sent_words_on_host = self._on_host(*self._messages.sent_words.shape)
+        places = [self._places_at(peer) for peer in range(self.world_size)]
         routes = [
-            [peer, feature, self._lengths_begin + self._length_bytes(slot, self.rank), self._word_begin(slot, self.rank)]
-            for peer, features in enumerate(self.features_of_ranks)
-            for slot, feature in enumerate(features)
+            [memory, feature, *words]
+            for features, (memory, _, places_of_slots) in zip(self.features_of_ranks, places, strict=True)
+            for feature, words in zip(features, places_of_slots, strict=True)
         ]
         self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, _ROUTE_FIELDS).to(self.device)
+        self._told = torch.tensor([[memory, told_at] for memory, told_at, _ in places], dtype=torch.int64).to(self.device)
+
+    def _on_host(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _places_at(self, peer: int) -> tuple[int, int, list[tuple[int, int]]]:
+        """Return where this rank tells a peer of its batch: the number of a memory of ``_addresses``, the byte there of two
+        words of the whole batch, and by slot those of lengths and of two words."""
+        slots = range(len(self.features_of_ranks[peer]))
+        if self._messages is not None and peer in self._messages.ranks:
+            message = self._messages
+            places = [(message.lengths_begin(peer, slot), message.words_begin(peer, slot)) for slot in slots]
+            return self.world_size, message.words_begin(peer, self._most_features), places
+        lengths = [self._lengths_begin + self._length_bytes(slot, self.rank) for slot in slots]
+        places = list(zip(lengths, (self._word_begin(slot, self.rank) for slot in slots), strict=True))
+        return peer, self._word_begin(self._most_features, self.rank), places
 
     def _event(self) -> torch.cuda.Event | None:
         """Return an event after all that the current stream has been given; None on the CPU."""
@@ -193,16 +219,18 @@ class SentFeatures:
     def _send(self) -> None:
         exchange, (lengths, offsets, values) = self._exchange, self._sent
         exchange.begin_call()
-        memory, bags = exchange._memory, lengths.shape[1]
-        assert memory is not None
+        bags = lengths.shape[1]
         blocks = max(1, ceil_div(bags, _BAGS))
         items = len(exchange._routes) * blocks + ceil_div(values.numel(), _ELEMENTS)
         send_kernel[(max(1, min(items, _SEND_PROGRAMS)),)](
             lengths, offsets, values, exchange._routes, len(exchange._routes), bags, blocks, values.numel(),
-            exchange._most_bags, exchange._most_values, exchange._word_begin(exchange._most_features, exchange.rank),
-            memory.addresses, exchange.channel.args, fingerprint_of(exchange._most_bags, exchange._most_values),
+            exchange._most_bags, exchange._most_values, exchange._told, exchange._addresses, exchange.channel.args,
+            fingerprint_of(exchange._most_bags, exchange._most_values),
             BAGS=_BAGS, ELEMENTS=_ELEMENTS, num_warps=8,
         )  # fmt: skip
+        if exchange._messages is not None:
+            exchange._messages.exchange_lengths(exchange._received_words.view(-1, exchange.world_size, 2))
+            exchange._sent_words_on_host.copy_(exchange._messages.sent_words, non_blocking=True)
         exchange._words_on_host.copy_(exchange._received_words, non_blocking=True)
         self._told = exchange._event()
 
@@ -237,21 +265,29 @@ class SentFeatures:
         return max(values for values, _ in of_ranks), max(self._bags)
 
     def _fetch(self) -> ReceivedFeatures:
-        exchange, memory, bags = self._exchange, self._exchange._memory, self._bags
-        assert memory is not None
+        exchange, messages, bags = self._exchange, self._exchange._messages, self._bags
         world = exchange.world_size
         runs = exchange._own_features * world
         of_runs = [values for values, _ in self._of_runs[:runs]]
         counts = [sum(of_runs[run : run + world]) for run in range(0, runs, world)]
         sent = exchange._received_lengths
-        lengths = torch.cat([sent[:, rank, : bags[rank]] for rank in range(world)], dim=1)
+        lengths = [sent[:, rank, : bags[rank]] for rank in range(world)]
         values = torch.empty(sum(counts), dtype=exchange.values_dtype, device=exchange.device)
+        from_hosts = values
+        if messages is not None:
+            for rank in messages.ranks:
+                lengths[rank] = messages.lengths(rank, bags[rank])
+            words = [
+                [(count, begin) for count, begin in of_rank[: len(exchange.features_of_ranks[rank])]]
+                for rank, of_rank in zip(messages.ranks, exchange._sent_words_on_host.tolist(), strict=True)
+            ]
+            from_hosts = messages.exchange_values(self._sent[-1], words, [sum(of_runs[rank::world]) for rank in messages.ranks])
         if len(values):
             fetch_kernel[(runs, _FETCH_PROGRAMS_OF_A_RUN)](
-                exchange._received_words, runs, memory.addresses, values,
-                WORLD=world, RUNS=next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
+                exchange._received_words, runs, exchange._addresses, from_hosts, values,
+                WORLD=world, RUNS=next_power_of_2(runs), HOSTS=messages is not None, ELEMENTS=_ELEMENTS, num_warps=8,
             )  # fmt: skip
-        return ReceivedFeatures(lengths, values, counts, bags)
+        return ReceivedFeatures(torch.cat(lengths, dim=1), values, counts, bags)
 
 
 @triton.jit
@@ -263,9 +299,9 @@ def _copy(source, destination, count, number, programs, ELEMENTS: tl.constexpr):
         tl.store(destination + place, tl.load(source + place, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["routes_count", "bags", "blocks", "count", "most_bags", "most_values", "told_at", "fingerprint"])
+@triton.jit(do_not_specialize=["routes_count", "bags", "blocks", "count", "most_bags", "most_values", "fingerprint"])
 def send_kernel(
-    lengths, offsets, values, routes, routes_count, bags, blocks, count, most_bags, most_values, told_at, addresses, channel,
+    lengths, offsets, values, routes, routes_count, bags, blocks, count, most_bags, most_values, told, addresses, channel,
     fingerprint,
     BAGS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -274,21 +310,21 @@ def send_kernel(
     Args:
         lengths: int32 or int64 [features * bags].
         offsets: int32 or int64 [features * bags + 1], where bags begin in ``values``.
-        routes: int64 [routes_count, 4]: an owner, a feature, and at which bytes the owner keeps the lengths of this rank's bags
-            of it, and its two words: their values' count, and where these begin.
+        routes: int64 [routes_count, 4]: a memory, a feature, and at which bytes there the lengths of this rank's bags of it
+            belong, and its two words: their values' count, and where these begin. The memory is the owner's or the messages'.
         blocks: of BAGS bags in ``bags``.
         count: of values.
         most_bags, most_values: for which there is memory. If there are more, nothing is sent but how many there are.
-        told_at: byte of two words at all ranks: how many values this rank has, and how many bags.
-        addresses: of the ranks' memory, which begins with their values.
+        told: int64 [ranks, 2]: a memory, and the byte of two words there: how many values this rank has, and how many bags.
+        addresses: of the ranks' memory, which begins with their values, and that of messages to other hosts.
     """
     epoch = begin(channel, 0, fingerprint)
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
     if (tl.program_id(0) == 0) & are_ready:
         for peer in range(channel.world):
-            told = peer_pointer(addresses, peer, told_at, tl.int64)
-            tl.store(told, count.to(tl.int64))
-            tl.store(told + 1, bags.to(tl.int64))
+            words = peer_pointer(addresses, tl.load(told + 2 * peer), tl.load(told + 2 * peer + 1), tl.int64)
+            tl.store(words, count.to(tl.int64))
+            tl.store(words + 1, bags.to(tl.int64))
     has_room = are_ready & (bags <= most_bags) & (count <= most_values)
     for item in range(tl.program_id(0), routes_count * blocks, tl.num_programs(0)):
         fields = routes + item // blocks * _FIELDS
@@ -309,17 +345,30 @@ def send_kernel(
 
 
 @triton.jit(do_not_specialize=["runs"])
-def fetch_kernel(words, runs, addresses, values, WORLD: tl.constexpr, RUNS: tl.constexpr, ELEMENTS: tl.constexpr):
+def fetch_kernel(
+    words, runs, addresses, from_hosts, values, WORLD: tl.constexpr, RUNS: tl.constexpr, HOSTS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """Bring the values of all ranks here, by feature and then by rank. Program (r, p) has every P-th block of run r.
 
     Args:
         words: int64 [runs, 2] of the runs, by feature and rank: how many values, and where they begin at the rank.
-        addresses: of the ranks' memory, which begins with their values.
+        addresses: of the ranks' memory, which begins with their values; 0 for a rank of another host.
+        from_hosts: values that have come from ranks of other hosts, those of the first rank first, by feature.
         RUNS: a power of two, at least ``runs``.
+        HOSTS: whether there are several.
     """
     run = tl.program_id(0)
-    earlier = tl.arange(0, RUNS)
-    before = tl.sum(tl.load(words + 2 * earlier, mask=earlier < run, other=0), axis=0)
+    rank = run % WORLD
+    others = tl.arange(0, RUNS)
+    counts = tl.load(words + 2 * others, mask=others < runs, other=0)
+    before = tl.sum(tl.where(others < run, counts, 0), axis=0)
     count, first = tl.load(words + 2 * run), tl.load(words + 2 * run + 1)
-    source = peer_pointer(addresses, run % WORLD, 0, values.dtype.element_ty) + first
+    source = peer_pointer(addresses, rank, 0, values.dtype.element_ty) + first
+    if HOSTS:  # noqa: SIM102 - known at compile time
+        if tl.load(addresses + rank) == 0:
+            ranks = others % WORLD
+            is_message = tl.load(addresses + ranks) == 0
+            is_before = is_message & ((ranks < rank) | ((ranks == rank) & (others < run)))
+            source = from_hosts + tl.sum(tl.where(is_before, counts, 0), axis=0)
     _copy(source, values + before, count, tl.program_id(1), tl.num_programs(1), ELEMENTS)

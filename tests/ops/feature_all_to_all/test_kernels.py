@@ -13,7 +13,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_hosts, run_ranks
 
 pytestmark = pytest.mark.interpreted
 
@@ -88,6 +88,20 @@ def test_a_batch_may_be_sent_before_the_last_is_received() -> None:
 
 def test_ranks_may_have_more_bags_than_others() -> None:
     run_ranks(3, check_steps, [[0, 4], [1, 3, 0], [2]], [3, 70, 1], 1, True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "features_of_ranks"),
+    [
+        ([0, 1], [[1, 4], [0, 2, 3]]),
+        ([0, 1], [[], [2, 1, 0, 3, 4]]),
+        ([0, 1, 0], [[0, 4], [1, 3, 0], [2]]),
+        ([0, 0, 1, 1], [[0, 1], [3], [2, 4, 0], []]),
+    ],
+    ids=["two hosts", "a rank without tables", "a host of two ranks", "two hosts of two ranks"],
+)
+def test_other_hosts_get_messages(hosts: list[int], features_of_ranks: list[list[int]]) -> None:
+    run_ranks(len(hosts), on_hosts, hosts, check_steps, features_of_ranks, [3, 3, 70, 1, 70], 2, True)
 
 
 def send_what_is_wrong_on_one_rank() -> str:
