@@ -22,7 +22,7 @@ from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 # reads and makes.
 _MOST_CAPTURES = 2
 # Most indices of a rank: the kernels of more take longer than their launches.
-_MOST_INDICES = 2**21
+_MOST_INDICES = 2**22
 # Most bytes of an output, which a replay copies, and of its gradient.
 _MOST_BYTES = 2**26
 

@@ -20,7 +20,6 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES, to_wire, within_range
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
-from dlrm_fused.symmetric.hosts import Hosts
 from dlrm_fused.symmetric.launches import ceil_div, kinds_of, next_power_of_2
 
 # The tile of a program: bytes of a row at a time, and of all of its rows, whose loads and stores are in flight together.
@@ -116,7 +115,8 @@ def scatter_rows(
             receiving rank has written that before this call.
         received: where ranks are on several hosts: by rank of another one, int64: the rows of this rank's block to which those
             of its slice belong.
-        by_rank: the targets by rank, where the caller knows them; the items of a rank are in the order of its slice.
+        by_rank: the targets by rank, where the caller knows them; the items of a rank are in the order of its slice. Kernels
+            need those of other hosts alone.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
@@ -231,18 +231,6 @@ class _Call:
         )  # fmt: skip
 
 
-def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[int, Tensor]:
-    """Return the rows that :func:`scatter_rows` sent with these targets, by rank of another host: int64, in the slice's order.
-
-    When results come back in that order, this is ``received``.
-    """
-    if not hosts.are_many:
-        return {}
-    by_rank = ItemsByRank.of(targets, rows_per_rank, len(hosts.of_rank))
-    assert by_rank.order is not None
-    return {rank: by_rank.order[slice(*by_rank.bounds[rank : rank + 2])] for rank in hosts.remote}
-
-
 @dataclass(frozen=True)
 class ItemsByRank:
     """Items by the rank of their targets.
@@ -271,6 +259,11 @@ class ItemsByRank:
         """Numbers of the items that go to a rank."""
         own = slice(*self.bounds[rank : rank + 2])
         return own if self.order is None else self.order[own]
+
+    def of_ranks(self, ranks: Sequence[int]) -> dict[int, Tensor]:
+        """Return the numbers of the items of some ranks, by rank, where there is an order of them."""
+        assert self.order is not None
+        return {rank: self.order[slice(*self.bounds[rank : rank + 2])] for rank in ranks}
 
     def rows(self, rank: int) -> Tensor | slice:
         """Return the rows of that rank to which they go."""

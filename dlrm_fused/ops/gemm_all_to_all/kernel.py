@@ -15,9 +15,7 @@ The rows of x belong together in one of two ways:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
+from dlrm_fused.ops.common.scatter_rows import ItemsByRank
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, tiles_of_groups, tiles_of_product
@@ -87,13 +86,15 @@ class Routes(NamedTuple):
         destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No
             two of all ranks may be equal, and none may be outside: to check that would be to wait for the device.
         slots: rows of every rank's result.
-        from_hosts: by rank of another host, int64: this rank's slots whose rows come from there, in the order of the slice.
+        to_hosts: the rows that go to ranks of other hosts, in the order of the slices; None on one host.
+        from_hosts: this rank's slots whose rows come from there, likewise.
     """
 
     groups: Groups
     destinations: Tensor
     slots: int
-    from_hosts: Mapping[int, Tensor] = MappingProxyType({})
+    to_hosts: ItemsByRank | None = None
+    from_hosts: ItemsByRank | None = None
 
 
 @triton.jit(do_not_specialize=["tiles", "groups"])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import expect_no_gradient, needs_dispatcher, needs_node, without_autocast
-from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
+from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.ops.moe.dispatch import route
+from dlrm_fused.ops.moe.dispatch import ExpertSlices, route
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace, check_row
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
@@ -81,18 +81,18 @@ def expert_layer_with_slots(
 
 
 # Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
-# layer before and after its activation, the experts' results by slot, the routes, the order of tiles, and both weights if they
-# were rounded; empty tensors if not.
+# layer before and after its activation, the experts' results by slot, the routes, the order of tiles, the slices between
+# hosts, and both weights if they were rounded; empty tensors if not.
 torch.library.define(
     "dlrm_fused::expert_layer",
     "(Tensor x, Tensor experts, Tensor gates, Tensor w_in, Tensor w_out, float gradient_scale, int handle) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"-> ({', '.join(['Tensor'] * 15)})",
 )
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
     "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, "
-    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, ScalarType weights_dtype, "
-    "float gradient_scale, int handle) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, Tensor sent_slots, Tensor received_rows, "
+    "Tensor slice_counts, ScalarType weights_dtype, float gradient_scale, int handle) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -117,7 +117,7 @@ def _forward(
     if workspace.group.hosts.are_many:
         destinations.fill_(-1)  # slices are made of all that is not
     counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
-    targets, groups, from_hosts, slots = route(
+    targets, groups, slices, slots = route(
         experts,
         counting,
         count=workspace.experts,
@@ -133,22 +133,30 @@ def _forward(
         repeats=workspace.top_k,
         destinations_at=workspace.memory.destinations_at,
         destinations_per_rank=workspace.memory.slots,
-        received=from_hosts,
+        **_between_hosts(workspace, slices.sent, slices.received),
     )
     hidden, activated = steps.hidden(rows, w_in, groups)
     combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
-    to_tokens = workspace.to_tokens(received, groups, targets)
+    to_tokens = workspace.to_tokens(received, groups, slices)
     window = workspace.window(workspace.combined, combined, "results")
     steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
     rounded = (w_in, w_out) if is_rounded else (w_in.new_empty(0), w_out.new_empty(0))
-    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles), *rounded
+    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles), *slices, *rounded
+
+
+def _between_hosts(workspace: ExpertWorkspace, sent: ItemsByRank | None, received: ItemsByRank | None) -> dict[str, Any]:
+    """Return what :func:`scatter_rows` is told of slices; its CPU path finds what is sent by itself."""
+    if received is None:
+        return {}
+    by_rank = sent if uses_kernels(workspace.device) else None
+    return {"received": received.of_ranks(workspace.group.hosts.remote), "by_rank": by_rank}
 
 
 @without_autocast
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
-    received, hidden, activated, combined, targets, bounds, local_from, order, weights_dtype, gradient_scale, handle = held
+    received, hidden, activated, combined, targets, bounds, local_from, order, *of_slices, weights_dtype, scale, handle = held
     workspace = ExpertWorkspace.of(handle)
     workspace.begin_call()
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
@@ -156,7 +164,8 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
 
     # Rows received here are used up before the next call: spare blocks serve.
     receiving, combining = workspace.received.spare, workspace.combined.spare
-    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups, targets)
+    slices = ExpertSlices(*of_slices)
+    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups, slices)
     scatter_rows(
         gradient,
         targets,
@@ -164,7 +173,7 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
         rows_per_rank=workspace.memory.rows,
         repeats=workspace.top_k,
         scale=gates.flatten(),
-        received=rows_of_slices(to_tokens.destinations, to_tokens.slots, workspace.group.hosts),
+        **_between_hosts(workspace, slices.sent, slices.received),
     )
     steps.zero_pads(gradient_rows, to_tokens.destinations, groups)
     hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
@@ -173,8 +182,8 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
     return (
         steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k),
         steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),
-        steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, gradient_scale, weights_dtype),
-        steps.weight_gradient(gradient_rows, activated, groups, gradient_scale, weights_dtype),
+        steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, scale, weights_dtype),
+        steps.weight_gradient(gradient_rows, activated, groups, scale, weights_dtype),
     )
 
 
@@ -224,7 +233,7 @@ def _fake_forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
     workspace = ExpertWorkspace.of(handle)
-    memory, local = workspace.memory, workspace.local_experts
+    memory, local, are_many = workspace.memory, workspace.local_experts, workspace.group.hosts.are_many
     return (
         torch.empty_like(x),
         experts.new_empty(workspace.experts),
@@ -236,13 +245,16 @@ def _fake_forward(
         experts.new_empty(local + 1, dtype=torch.int32),
         experts.new_empty(local, dtype=torch.int32),
         experts.new_empty(2, workspace.tiles, dtype=torch.int32),
+        experts.new_empty(experts.numel() if are_many else 0),
+        experts.new_empty(memory.rows if are_many else 0),
+        torch.empty((2, workspace.group.world_size) if are_many else (0,), dtype=torch.int64),
         *(x.new_empty(0 if weight.dtype == workspace.dtype else weight.shape) for weight in (w_in, w_out)),
     )
 
 
 @torch.library.register_fake("dlrm_fused::expert_layer_backward")
 def _fake_backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
-    weights_dtype = held[8]
+    weights_dtype = held[-3]
     of_weights = (torch.empty_like(weight, dtype=weights_dtype) for weight in (w_in, w_out))
     return gradient.new_empty(gradient.shape), gates.new_empty(gates.shape), *of_weights
 

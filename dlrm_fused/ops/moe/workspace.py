@@ -11,11 +11,10 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.scatter_rows import rows_of_slices
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes
 from dlrm_fused.ops.moe.activations import Activation
-from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
+from dlrm_fused.ops.moe.dispatch import ExpertSlices, max_rows_of_rank
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.device import round_up, uses_kernels
@@ -172,14 +171,9 @@ class ExpertWorkspace(Workspace):
         """Return int32 [R]: the destinations in a receive block."""
         return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
 
-    def to_tokens(self, received: Tensor, groups: Groups, targets: Tensor) -> Routes:
-        """Return the places to which the results of the rows in a receive block belong.
-
-        Args:
-            targets: int32 [slots], of this rank's slots.
-        """
-        from_hosts = rows_of_slices(targets, self.memory.rows, self.group.hosts)
-        return Routes(groups, self.destinations_of(received), self.memory.slots, from_hosts)
+    def to_tokens(self, received: Tensor, groups: Groups, slices: ExpertSlices) -> Routes:
+        """Return the places to which the results of the rows in a receive block belong."""
+        return Routes(groups, self.destinations_of(received), self.memory.slots, slices.received, slices.sent)
 
     def slots_of(self, combined: Tensor) -> Tensor:
         """Return [slots, d]: the rows in a block of results."""
