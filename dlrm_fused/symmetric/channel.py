@@ -43,7 +43,7 @@ from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.launches import Launches
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Link, Why, without_empty
 from dlrm_fused.symmetric.puts import Puts
 
 # Kernels and the host share these words and values; device.py says what each means.
@@ -167,15 +167,18 @@ class Channel:
             CommunicationError: names the channel, the epoch, this rank and the peer with its host. The channel cannot be used
                 any more.
         """
-        kind = int(self._control[_KIND])
+        kind, peer, awaited = (int(self._control[word]) for word in (_KIND, _PEER, _AWAITED))
         lost = self.group.peer_monitor.lost_peer()
+        failure = None if self._link is None else self._link_failure(self._link)
+        if kind == 0 and failure is not None:
+            kind, peer, awaited = failure.why, failure.rank, _ARRIVAL
         if kind == 0 and lost is None:
             return
         describe = self.group.peer_monitor.describe
         where = f"channel {self.name}"
-        if kind:
+        if self._control[_KIND]:
             where += f", epoch {self._control[_FAULT_EPOCH]}"
-        here, peer = describe(self.group.rank), int(self._control[_PEER])
+        here = describe(self.group.rank)
         if lost is not None:
             raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
         ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
@@ -187,15 +190,27 @@ class Channel:
             raise CommunicationError(
                 f"{where}: {here} and {describe(peer)} differ in shapes or settings; all ranks must make the same calls"
             )
-        awaited = _AWAITED_FOR[int(self._control[_AWAITED])]
+        what = _AWAITED_FOR[awaited]
         if kind == Why.is_gone:
             raise CommunicationError(
-                f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
+                f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {what}; see its messages"
             )
         raise CommunicationError(
-            f"{where}: {here} waited for {describe(peer)} {awaited}, longer than {self.timeout_seconds:g} s; "
+            f"{where}: {here} waited for {describe(peer)} {what}, longer than {self.timeout_seconds:g} s; "
             "that rank is stuck, slower than the limit allows, or makes other calls than this one"
         )
+
+    def _link_failure(self, link: Link) -> LateRankError | None:
+        refused = self.group.peer_monitor.refused_peer(self._number) if link.can_be_captured else None
+        return link.failure if refused is None else LateRankError(refused, Why.has_refused)
+
+    def watch(self) -> None:
+        """After the replay of a CUDA graph with exchanges: see that they end within the time limit."""
+        if self._link is not None:
+            self._link.watch(self._deadline())
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout_seconds
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, fingerprint: int) -> ChannelExchange:
         """Begin to exchange slices with ranks of other hosts. Exchanges are to be received in the order in which they begin.
@@ -216,7 +231,10 @@ class Channel:
         assert self._link is not None, f"channel {self.name}: all ranks are on one host"
         if not self._link.can_be_captured and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages by TCP; call this outside of one")
-        return ChannelExchange(self, self._link.exchange(without_empty(sent), without_empty(received), tag))
+        try:
+            return ChannelExchange(self, self._link.exchange(without_empty(sent), without_empty(received), tag))
+        except LateRankError as late:
+            self._fail(late.why, late.rank, _ARRIVAL)
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
         """One epoch, steps 1 to 5, with the next rank of the host first and this one last. Host code on the CPU.
@@ -256,10 +274,11 @@ class Channel:
         They raise an error at once instead of waiting. The channel cannot be used any more. On a GPU it waits for the current
         stream, hence does nothing while a CUDA graph is captured.
         """
-        self.group.peer_monitor.say_refused(self._number)
         if self.group.device.type == "cpu":
+            self.group.peer_monitor.say_refused(self._number)
             self._announce(_REFUSED_OFFSET, 0)
         elif torch.cuda.is_current_stream_capturing():
+            self.group.peer_monitor.say_refused(self._number)
             return
         else:
             self._order.follow()
@@ -267,6 +286,8 @@ class Channel:
             for peer in self.group.hosts.local:
                 self.flags.peer(peer).view(torch.int64)[self.group.rank].copy_(word)
             torch.cuda.synchronize(self.group.device)
+            # Not before: other hosts give up the messages of all calls, also of those before this one.
+            self.group.peer_monitor.say_refused(self._number)
         self._record(Why.has_refused, self.group.rank, _READY)
 
     def wait_ready(self, peer: int) -> int:
@@ -371,7 +392,7 @@ class ChannelExchange:
             CommunicationError: the wait exceeded the limit, or a peer is lost, has refused, has left or makes other calls.
         """
         try:
-            yield from self._exchange.arrivals(self._deadline())
+            yield from self._exchange.arrivals(self._channel._deadline())
         except LateRankError as late:
             self._fail(late, _ARRIVAL)
 
@@ -382,7 +403,7 @@ class ChannelExchange:
             CommunicationError: as :meth:`arrivals`.
         """
         try:
-            self._exchange.finish(self._deadline())
+            self._exchange.finish(self._channel._deadline())
         except LateRankError as late:
             self._fail(late, _TAKEN)
 
@@ -395,9 +416,6 @@ class ChannelExchange:
         """Wait for all that arrives, and until what was sent may be changed. Raises as :meth:`arrivals`."""
         self.wait_arrivals()
         self.finish()
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._channel.timeout_seconds
 
     def _fail(self, late: LateRankError, awaited: int) -> NoReturn:
         self._channel._fail(late.why, late.rank, awaited)

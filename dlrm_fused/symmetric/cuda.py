@@ -44,6 +44,7 @@ class CudaGroup(SymmetricGroup):
             _say_what_no_peer_access_means()
         self._local_group = self.process_group
         if self.hosts.are_many:
+            self._check_groups()
             # torch's symmetric memory wants a group whose ranks all reach each other.
             ranks = dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
             local = [ranks[rank] for rank in self.hosts.local]
@@ -67,6 +68,15 @@ class CudaGroup(SymmetricGroup):
         if backend not in (None, "CUDA"):
             raise UsageError(
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
+            )
+
+    def _check_groups(self) -> None:
+        """Ranks that differ here would wait in torch for each other: it names a group by the number of those before."""
+        counts = self.gather(dist.get_pg_count)
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"the ranks of this group have made {counts} process groups; on GPUs of several hosts all must have made "
+                "equally many before: call torch.distributed.new_group on all ranks, for every group"
             )
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:

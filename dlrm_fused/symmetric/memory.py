@@ -234,6 +234,8 @@ class SymmetricGroup(abc.ABC):
             self.peer_monitor.close()
             for link in self._links:
                 link.close()
+            if self._nccl is not None:
+                self._nccl.close()
             self._nccl = None
             self._memories.clear()
             self.process_group = None  # for its destruction, when torch's own reference goes

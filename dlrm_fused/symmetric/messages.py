@@ -8,12 +8,17 @@ Between CPU processes messages go by TCP, :mod:`~dlrm_fused.symmetric.tcp`, betw
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +28,12 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
+# Between two looks at an exchange that is watched.
+_LOOK_SECONDS = 0.02
+# From a refusal to the end of NCCL's messages, in which those of earlier calls arrive.
+_REFUSAL_SECONDS = 2.0
+# A rank that waits looks so often whether another one asks who does.
+_ASK_SECONDS = 1.0
 
 
 class Why(IntEnum):
@@ -74,9 +85,11 @@ class Link(ABC):
 
     Attributes:
         can_be_captured: whether a CUDA graph can have exchanges.
+        failure: what ended the exchanges that nobody waits for on the host; None as long as nothing has.
     """
 
     can_be_captured = False
+    failure: LateRankError | None = None
 
     @abstractmethod
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
@@ -88,6 +101,12 @@ class Link(ABC):
             tag: 32 bits, equal on both sides, which TCP compares.
         """
 
+    def watch(self, deadline: float) -> None:  # noqa: B027
+        """End the exchanges that the current stream has begun if they are not done by then, of :func:`time.monotonic`.
+
+        For those of a CUDA graph; the others are watched from their start.
+        """
+
     def close(self) -> None:  # noqa: B027
         """Let go of connections that only this link has; no exchange is running, or all have failed."""
 
@@ -95,7 +114,8 @@ class Link(ABC):
 class NcclLink(Link):
     """Messages between GPUs, of all channels: NCCL keeps the order of its launches. Making one is collective.
 
-    They have a backend of their own, so that they neither wait for other collectives nor are taken for theirs.
+    They have a backend of their own, so that they neither wait for other collectives nor are taken for theirs. NCCL's kernels
+    wait without end for a rank that does not take part; a thread looks after them, and aborts them all.
 
     Args:
         process_group: its ranks are those of the messages.
@@ -105,23 +125,82 @@ class NcclLink(Link):
     can_be_captured = True
 
     def __init__(self, process_group: dist.ProcessGroup, peer_monitor: PeerMonitor, name: str) -> None:
-        store = dist.PrefixStore(f"dlrm_fused messages {name}", default_store())
-        self._nccl: Any = nccl_backend(store, process_group.rank(), process_group.size(), _NCCL_TIMEOUT)
-        nccl = self._nccl
+        store = default_store()
+        self._rank, self._size, self._monitor = process_group.rank(), process_group.size(), peer_monitor
+        self._nccl: Any = nccl_backend(
+            dist.PrefixStore(f"dlrm_fused messages {name}", store), self._rank, self._size, _NCCL_TIMEOUT
+        )
+        self._late = dist.PrefixStore(f"dlrm_fused late {name}", store)
         # Ends kernels of NCCL that wait for a rank that is gone.
-        peer_monitor.on_gone(lambda _: nccl.abort())
+        peer_monitor.on_gone(lambda _: self._nccl.abort())
+        self._watched: queue.SimpleQueue[tuple[torch.cuda.Event, float] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch_all, name="dlrm_fused messages", daemon=True)
+        self._thread.start()
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
-        return _NcclExchange(self._nccl, sent, received)
+        return _NcclExchange(self, self._nccl, sent, received)
+
+    def watch(self, deadline: float) -> None:
+        self._watched.put((torch.cuda.current_stream().record_event(), deadline))
+
+    def close(self) -> None:
+        self._watched.put(None)
+
+    @contextmanager
+    def names_failure(self) -> Iterator[None]:
+        """Raise, in place of NCCL's error, why the messages have been aborted."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self._monitor.lost_peer()
+            failure = self.failure if lost is None else LateRankError(lost, Why.is_gone)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _watch_all(self) -> None:
+        while (watched := self._watched.get()) is not None:
+            if failure := self._wait(*watched):
+                self.failure = failure
+                if self._monitor.lost_peer() is None:  # else it is aborted already
+                    self._nccl.abort()
+                return
+
+    def _wait(self, done: torch.cuda.Event, deadline: float) -> LateRankError | None:
+        """Wait for an exchange; return why it has to be ended."""
+        ask_at, refused_at = time.monotonic() + _ASK_SECONDS, None
+        while not done.query():
+            time.sleep(_LOOK_SECONDS)
+            now, refused = time.monotonic(), self._monitor.any_refused()
+            if refused is not None:
+                refused_at = refused_at or now
+                if now > refused_at + _REFUSAL_SECONDS:
+                    return LateRankError(refused, Why.has_refused)
+            if now > deadline:
+                return LateRankError(self._late_rank(), Why.is_late)
+            if now > ask_at:
+                ask_at = now + _ASK_SECONDS
+                if self._late.check(["asked"]):
+                    self._late.set(f"{self._rank} waits", "")
+        return None
+
+    def _late_rank(self) -> int:
+        """Return the first rank that does not say that it waits for an exchange, too; the next rank if all do, in different
+        ones."""
+        self._late.set(f"{self._rank} waits", "")
+        self._late.set("asked", "")
+        others = [(self._rank + shift) % self._size for shift in range(1, self._size)]
+        time.sleep(2 * _ASK_SECONDS)
+        return next((rank for rank in others if not self._late.check([f"{rank} waits"])), others[0])
 
 
 class _NcclExchange(Exchange):
-    def __init__(self, backend: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        self._received, self._kept = received, sent
+    def __init__(self, link: NcclLink, backend: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        self._link, self._received, self._kept = link, received, sent
         self._work: dist.Work | None = None
         if sent or received:
             # All are one launch, in which the order does not matter.
-            with coalesced(backend) as works:
+            with link.names_failure(), coalesced(backend) as works:
                 for rank, slice_ in sent.items():
                     backend.send([slice_], rank, 0)
                 for rank, slice_ in received.items():
@@ -134,7 +213,10 @@ class _NcclExchange(Exchange):
 
     def finish(self, deadline: float) -> None:
         if self._work is not None:
-            self._work.wait()
+            with self._link.names_failure():
+                self._work.wait()
+            if not torch.cuda.is_current_stream_capturing():
+                self._link.watch(deadline)
         self._work, self._kept = None, {}
 
 

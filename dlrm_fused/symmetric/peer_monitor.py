@@ -101,6 +101,10 @@ class PeerMonitor:
         """Return the first rank that has refused to take part in an exchange of a channel; None if there was none."""
         return self._refused.get(channel)
 
+    def any_refused(self) -> int | None:
+        """Return the first rank that has refused to take part in an exchange of some channel; None if there was none."""
+        return next(iter(self._refused.values()), None)
+
     def say_refused(self, channel: int) -> None:
         """Tell all ranks that this one refuses to take part in an exchange of a channel."""
         self._tell(_REFUSED, self._rank, self._peers, channel)

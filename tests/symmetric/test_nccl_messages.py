@@ -1,0 +1,126 @@
+"""Messages of NCCL end when a rank takes no part in them; NCCL and the device are stand-ins, their watching threads are real."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.symmetric import messages
+from dlrm_fused.symmetric.messages import LateRankError, NcclLink, Why
+
+TIMEOUT_SECONDS = 0.3
+ASK_SECONDS = 0.05
+
+
+class Monitor:
+    """Of a rank; it hears of nothing but what a test tells."""
+
+    def __init__(self) -> None:
+        self.refused: int | None = None
+        self.lost: int | None = None
+
+    def on_gone(self, callback: Any) -> None:
+        self.gone = callback
+
+    def any_refused(self) -> int | None:
+        return self.refused
+
+    def lost_peer(self) -> int | None:
+        return self.lost
+
+
+class Nccl:
+    """A communicator whose messages arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_aborted = threading.Event()
+        self.is_done = threading.Event()
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+
+    def query(self) -> bool:
+        """Return whether what was launched has ended: as an event of the device."""
+        return self.is_done.is_set() or self.is_aborted.is_set()
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclLink]]:
+    """Those of three ranks."""
+    store = dist.HashStore()
+    monkeypatch.setattr(messages, "default_store", lambda: store)
+    monkeypatch.setattr(messages, "nccl_backend", lambda *_: Nccl())
+    for name, seconds in (("_ASK_SECONDS", ASK_SECONDS), ("_LOOK_SECONDS", 0.005), ("_REFUSAL_SECONDS", 0.1)):
+        monkeypatch.setattr(messages, name, seconds)
+    made = [NcclLink(_group(rank), Monitor(), "messages") for rank in range(3)]  # type: ignore[arg-type]
+    yield made
+    for link in made:
+        link.close()
+        link._thread.join(5.0)
+        assert not link._thread.is_alive()
+
+
+def _group(rank: int) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: 3)
+
+
+def begin(link: NcclLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin an exchange that ends when the stand-in of NCCL says so."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: link._nccl))
+    link.watch(time.monotonic() + TIMEOUT_SECONDS)
+
+
+def failure_of(link: NcclLink) -> LateRankError:
+    assert link._nccl.is_aborted.wait(10.0)
+    assert link.failure is not None
+    return link.failure
+
+
+def test_all_that_wait_name_the_rank_that_does_not(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(links[0], monkeypatch)
+    time.sleep(2 * ASK_SECONDS)  # ranks do not begin together
+    begin(links[2], monkeypatch)
+    assert [(failure.rank, failure.why) for failure in map(failure_of, (links[0], links[2]))] == [(1, Why.is_late)] * 2
+    assert links[1].failure is None
+
+
+def test_ranks_that_all_wait_name_the_next_one(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    for link in links:
+        begin(link, monkeypatch)
+    assert [failure_of(link).rank for link in links] == [1, 2, 0]
+
+
+def test_a_rank_that_has_refused_is_named_before_the_limit(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.symmetric.test_nccl_messages.TIMEOUT_SECONDS", 60.0)
+    links[0]._monitor.refused = 2  # type: ignore[attr-defined]
+    begin(links[0], monkeypatch)
+    failure = failure_of(links[0])
+    assert (failure.rank, failure.why) == (2, Why.has_refused)
+
+
+def test_what_arrives_in_time_is_no_failure(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        begin(links[0], monkeypatch)
+    links[0]._nccl.is_done.set()
+    time.sleep(2 * TIMEOUT_SECONDS)
+    assert links[0].failure is None
+    assert not links[0]._nccl.is_aborted.is_set()
+
+
+def test_errors_of_nccl_say_which_rank_is_lost(links: list[NcclLink]) -> None:
+    links[0]._monitor.lost = 1  # type: ignore[attr-defined]
+    with pytest.raises(LateRankError) as raised, links[0].names_failure():
+        raise RuntimeError("NCCL communicator was aborted")
+    assert (raised.value.rank, raised.value.why) == (1, Why.is_gone)
+
+
+def test_other_errors_of_nccl_stay(links: list[NcclLink]) -> None:
+    with pytest.raises(RuntimeError, match="unhandled cuda error"), links[0].names_failure():
+        raise RuntimeError("unhandled cuda error")
