@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
@@ -28,7 +29,7 @@ from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank
 from tests.distributed.launch import run_ranks
-from tests.gpu.all_ranks import HALF, ON_GPU, RANKS, delay, process_group_of_checks, small_tiles_without_gpus
+from tests.gpu.all_ranks import HALF, ON_GPU, RANKS, SHARE_A_GPU, delay, process_group_of_checks, small_tiles_without_gpus
 from tests.gpu.test_embedding_all_to_all_cuda import world_of
 from tests.ops.embedding_all_to_all.world import Traffic
 
@@ -53,17 +54,25 @@ class Results(NamedTuple):
         same: must have the same bits on any hosts.
         sums: over the ranks, which hosts of several ranks add up in another order.
         rounding: relative, of a sum that travels.
+        products: of kernels on one host, and of torch between hosts, which adds up in another order.
     """
 
     same: Sequence[Tensor]
     sums: Sequence[Tensor] = ()
     rounding: float = 0.0
+    products: Sequence[Tensor] = ()
 
     def agree(self, other: Results, *, hosts_have_sums: bool) -> bool:
-        tolerance = SUM_TOLERANCE * self.rounding if hosts_have_sums else 0.0
-        return all(map(torch.equal, self.same, other.same)) and all(
-            torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in zip(self.sums, other.sums, strict=True)
+        tolerance = SUM_TOLERANCE * self.rounding
+        return (
+            all(map(torch.equal, self.same, other.same))
+            and _are_near(self.sums, other.sums, tolerance if hosts_have_sums else 0.0)
+            and _are_near(self.products, other.products, tolerance)
         )
+
+
+def _are_near(own: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) -> bool:
+    return all(torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in zip(own, other, strict=True))
 
 
 # By its number.
@@ -115,7 +124,7 @@ def products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
 
 
 def sums(group: SymmetricGroup) -> Epoch:
-    """GEMV + AllReduce in fp32, in which two ranks' values have one order."""
+    """GEMV + AllReduce in fp32."""
     workspace = GemvWorkspace(
         group, name="transports", max_columns=COLUMNS, max_rows=16, dtype=torch.float32, timeout_seconds=TIMEOUT_SECONDS
     )
@@ -123,7 +132,31 @@ def sums(group: SymmetricGroup) -> Epoch:
     def multiply(number: int) -> Results:
         normal = _normal(group, torch.float32, number)
         out, _ = gemv_all_reduce(workspace, normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH))
-        return Results([], [out], torch.finfo(out.dtype).eps)
+        return Results([], rounding=DEPTH**0.5 * torch.finfo(out.dtype).eps, products=[out])
+
+    return multiply
+
+
+def sharded_rows(group: SymmetricGroup) -> Epoch:
+    """AllGather + GEMM, GEMM + ReduceScatter, and the gradients of both, in fp32."""
+    workspace = ShardWorkspace(
+        group,
+        name="transports",
+        max_rows=16 * group.world_size,
+        max_columns=max(COLUMNS, DEPTH),
+        dtype=torch.float32,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+    def multiply(number: int) -> Results:
+        normal = _normal(group, torch.float32, number)
+        shard, weight_in, weight_out = normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH), normal(DEPTH, COLUMNS)
+        leaves = [leaf.requires_grad_() for leaf in (shard, weight_in, weight_out)]
+        hidden = all_gather_gemm(workspace, shard, weight_in)
+        out = gemm_reduce_scatter(workspace, hidden, weight_out)
+        gradients = torch.autograd.grad(out, leaves, normal(*out.shape))
+        rounding = DEPTH * torch.finfo(out.dtype).eps
+        return Results([], rounding=rounding, products=[hidden.detach(), out.detach(), *gradients])
 
     return multiply
 
@@ -169,6 +202,8 @@ OPERATORS: dict[str, Callable[[SymmetricGroup], Epoch]] = {
     ),
     "products": partial(products, dtype=HALF),
     "products in fp32": partial(products, dtype=torch.float32),
+    **({} if SHARE_A_GPU else {"sums": sums}),  # its kernel waits for that of the other rank
+    "sharded rows": sharded_rows,
     "experts": partial(experts, dtype=HALF),
     "experts in fp32": partial(experts, dtype=torch.float32),
 }

@@ -1,4 +1,4 @@
-"""Messages of NCCL end when a rank takes no part in them; NCCL and the device are stand-ins, their watching threads are real."""
+"""Messages of NCCL end when a rank takes no part in them: NCCL and the device are stand-ins, the watching threads are real."""
 
 from __future__ import annotations
 
