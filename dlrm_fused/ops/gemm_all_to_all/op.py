@@ -152,14 +152,14 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     return blocks.to_hold(result)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None) -> Tensor:
-    """Return x @ weight.T with the bits that kernels send within a host; ``part_of``: as in :func:`gemm`."""
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None, out: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T with the bits that kernels send within a host, in ``out``; ``part_of``: as in :func:`gemm`."""
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if uses_kernels(x.device):
-        out = x.new_empty(x.shape[0], weight.shape[0])
         gemm(x, weight, out, scale, part_of=part_of)
         return out
     product = torch.nn.functional.linear(x.float(), weight.float())
-    return (product if scale is None else product * scale).to(x.dtype)
+    return out.copy_(product if scale is None else product * scale)
 
 
 def _multiply_and_exchange(
@@ -175,10 +175,13 @@ def _multiply_and_exchange(
         sent = {rank: _product(rows_of[rank], weight, scale, rows) for rank in hosts.ranks[host]}
         received = {rank: result_from[rank] for rank in hosts.ranks[(hosts.own - shift) % count]}
         exchanges.append(channel.exchange(sent, received, fingerprint=window.fingerprint))
-    product = x.new_empty(rows, columns)
-    for rank in hosts.local:
-        product.chunk(workspace.world_size)[rank].copy_(_product(rows_of[rank], weight, scale, rows))
-    scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows, received={})
+    if len(hosts.local) == 1:  # nobody else stores here
+        _product(rows_of[hosts.rank], weight, scale, rows, result_from[hosts.rank])
+    else:
+        product = x.new_empty(rows, columns)
+        for rank in hosts.local:
+            _product(rows_of[rank], weight, scale, rows, product.chunk(workspace.world_size)[rank])
+        scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows, received={})
     for exchange in exchanges:
         exchange.complete()
 
