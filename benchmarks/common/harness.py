@@ -105,35 +105,27 @@ class World:
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`open_world` reads."""
     parser.add_argument(
-        "--slices-by",
-        choices=["messages", "nvshmem"],
-        help="take ranks for hosts, to which slices go so; otherwise all ranks are one host",
-    )
-    parser.add_argument(
-        "--ranks-per-host", type=int, default=1, help="with --slices-by: so many neighbouring ranks are a host; default: 1"
+        "--ranks-per-host",
+        type=int,
+        help="so many neighbouring ranks are a host, between which slices go as messages; default: all ranks are one host",
     )
 
 
 @contextmanager
-def open_world(
-    slices_by: str | None = None, ranks_per_host: int = 1, *, on_gpus: bool = torch.cuda.is_available()
-) -> Iterator[World]:
+def open_world(ranks_per_host: int | None = None, *, on_gpus: bool = torch.cuda.is_available()) -> Iterator[World]:
     """The ranks that torchrun has started, each with its GPU, or all on the CPU; a process that it has not started is alone.
 
     Args:
-        slices_by: the transport between hosts, if there are to be several.
-        ranks_per_host: then so many neighbouring ranks are a host; of the last one what is left.
+        ranks_per_host: so many neighbouring ranks are a host, of the last one what is left; None: all ranks are one host.
 
     Raises:
-        SystemExit: if so many ranks a host make no several hosts, or there are to be none.
+        SystemExit: if so many ranks a host make no several hosts.
     """
     is_alone = "RANK" not in os.environ
     rank, size, local_rank = (0, 1, 0) if is_alone else (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if is_alone else None
     meeting: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if is_alone else {}
-    if slices_by is None and ranks_per_host != 1:
-        raise SystemExit(f"--ranks-per-host {ranks_per_host} needs --slices-by: otherwise all ranks are one host")
-    if slices_by is not None and not 1 <= ranks_per_host < size:
+    if ranks_per_host is not None and not 1 <= ranks_per_host < size:
         raise SystemExit(f"--ranks-per-host {ranks_per_host}: the {size} ranks would not be several hosts")
     if on_gpus:
         device = torch.device("cuda", local_rank)
@@ -144,8 +136,8 @@ def open_world(
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT, **meeting)
     symmetric = one_host = symmetric_group(dist.group.WORLD, device)
-    if slices_by is not None:
-        os.environ.update(DLRM_FUSED_HOST=f"host {rank // ranks_per_host}", DLRM_FUSED_TRANSPORT=slices_by)
+    if ranks_per_host is not None:
+        os.environ["DLRM_FUSED_HOST"] = f"host {rank // ranks_per_host}"
         symmetric = symmetric_group(cast(dist.ProcessGroup, dist.new_group(range(size))), device)
     world = World(rank, size, device, symmetric, one_host)
     try:

@@ -147,6 +147,6 @@ class Run:
 
 def run(operator: Operator, options: argparse.Namespace) -> int:
     """Measure all cells on the ranks that torchrun has started; the exit status."""
-    with open_world(options.slices_by, options.ranks_per_host) as world:
+    with open_world(options.ranks_per_host) as world:
         Run(world, operator, options).work()
     return 0

@@ -280,7 +280,7 @@ def stress(options: argparse.Namespace) -> int:
     options.output = options.output.absolute()
     if options.kill_rank is not None and "RANK" not in os.environ:
         return 0 if killed_rank.kill_and_judge(options) else 1
-    with open_world(options.slices_by, options.ranks_per_host) as world:
+    with open_world(options.ranks_per_host) as world:
         if options.kill_rank is not None:
             killed_rank.survive(world, options, Replays(world, works_of(world, options), options).repeat_and_look)
         return 0 if stress_on(world, options) else 1

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -157,31 +157,6 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
     The module has an underscore; what it offers is documented and has no other name.
     """
     return _symmetric_memory.get_backend(device)
-
-
-def is_nvshmem_available() -> bool:
-    """Return whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
-    return _symmetric_memory.is_nvshmem_available()
-
-
-def use_symmetric_memory_backend(name: Literal["CUDA", "NVSHMEM"], device: torch.device) -> None:
-    """Have torch's symmetric memory on a device come from this backend, in the whole process.
-
-    Raises:
-        RuntimeError: it has given memory of another backend.
-    """
-    if _symmetric_memory.get_backend(device) != name:
-        _symmetric_memory.set_backend(name)
-
-
-def nvshmem_bindings() -> Any:
-    """Return the module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until`` and others.
-
-    Its import initializes CUDA; without a GPU it defines nothing to call.
-    """
-    from torch.distributed._symmetric_memory import _nvshmem_triton
-
-    return _nvshmem_triton
 
 
 def zeros_symmetric(size: int, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 
@@ -11,8 +10,7 @@ import torch
 from dlrm_fused.doctor.architectures import fbgemm_architectures
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.gpus import ask_nvidia_smi, gpu_of
-from dlrm_fused.doctor.network import network_of_host, nvshmem_of_host
-from dlrm_fused.symmetric.factory import TRANSPORT_VARIABLE
+from dlrm_fused.doctor.network import network_of_host
 from dlrm_fused.symmetric.hosts import Host
 from dlrm_fused.training.runtime import Rank
 from dlrm_fused.versions import installed_versions
@@ -34,8 +32,6 @@ def collect_facts(rank: Rank) -> RankFacts:
         visible_gpus=visible,
         gpu=gpu_of(rank.local_index, smi) if rank.local_index < visible else None,
         network=network_of_host(),
-        nvshmem=nvshmem_of_host(),
-        transport=os.environ.get(TRANSPORT_VARIABLE) or RankFacts.transport,
         torch_architectures=torch.cuda.get_arch_list(),
         fbgemm_architectures=fbgemm_architectures(),
         shared_memory=_free_shared_memory(),

@@ -80,19 +80,6 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Nvshmem:
-    """Attributes:
-    library: path of libnvshmem_host.so; None if it is not found.
-    in_torch: whether torch's symmetric memory has an NVSHMEM backend that can be used here.
-    transport: between hosts, by the environment: ``IBGDA`` (the GPU posts itself), ``proxy (ibrc)`` (a thread does), ``none``.
-    """
-
-    library: str | None
-    in_torch: bool
-    transport: str
-
-
-@dataclass(frozen=True)
 class RankFacts:
     """Attributes:
     versions: of what is installed, by package; None if it states no version.
@@ -101,7 +88,6 @@ class RankFacts:
     nccl: None where torch has no NCCL.
     host_gpus: number of GPUs of the host by nvidia-smi, seen by torch or not; 0 without nvidia-smi.
     gpu: what this rank computes on; None for the CPU.
-    transport: what DLRM_FUSED_TRANSPORT asks for, or else its default.
     torch_architectures: those that torch has kernels for, such as ``sm_90``; empty without GPUs.
     fbgemm_architectures: the same of FBGEMM; empty too where they cannot be read.
     shared_memory: free bytes of the host's or container's /dev/shm; None if there is none.
@@ -118,8 +104,6 @@ class RankFacts:
     visible_gpus: int
     gpu: Gpu | None
     network: Network
-    nvshmem: Nvshmem
-    transport: str = "messages"
     hip: str | None = None
     torch_architectures: Sequence[str] = ()
     fbgemm_architectures: Sequence[str] = ()

@@ -1,20 +1,17 @@
-"""Facts about the network of a host: its interfaces, which of them ranks talk over, InfiniBand and RoCE adapters, NVSHMEM."""
+"""Facts about the network of a host: its interfaces, which of them ranks talk over, InfiniBand and RoCE adapters."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from ctypes.util import find_library
 from pathlib import Path
 
 import psutil
 
-from dlrm_fused.compat.torch import is_nvshmem_available
-from dlrm_fused.doctor.facts import Interface, Network, Nvshmem, RdmaPort
+from dlrm_fused.doctor.facts import Interface, Network, RdmaPort
 
 _ADAPTERS = Path("/sys/class/infiniband")
 _PEERMEM = (Path("/sys/module/nvidia_peermem"), Path("/sys/module/nv_peer_mem"))
@@ -122,38 +119,3 @@ def _line(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return "unknown"
-
-
-def nvshmem_of_host() -> Nvshmem:
-    return Nvshmem(_find_library(), is_nvshmem_available(), nvshmem_transport(os.environ))
-
-
-def nvshmem_transport(environment: Mapping[str, str]) -> str:
-    """``IBGDA``, ``proxy (NAME)`` or ``none``, by NVSHMEM_IB_ENABLE_IBGDA and NVSHMEM_REMOTE_TRANSPORT.
-
-    Source: NVSHMEM's documentation, environment variables; without them its transport is ibrc, with a proxy thread.
-    """
-    remote = environment.get("NVSHMEM_REMOTE_TRANSPORT", "ibrc").lower()
-    if remote == "none":
-        return "none"
-    is_ibgda = environment.get("NVSHMEM_IB_ENABLE_IBGDA", "0").lower() in ("1", "true", "yes", "on", "y")
-    return "IBGDA" if is_ibgda else f"proxy ({remote})"
-
-
-def _find_library() -> str | None:
-    for folder in _folders():
-        for path in sorted(folder.glob("libnvshmem_host.so*")):
-            return str(path)
-    return find_library("nvshmem_host")
-
-
-def _folders() -> Iterator[Path]:
-    if "NVSHMEM_HOME" in os.environ:
-        yield Path(os.environ["NVSHMEM_HOME"]) / "lib"
-    # The package that torch's CUDA build depends on puts it here.
-    try:
-        package = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        return
-    for location in package.submodule_search_locations or () if package else ():
-        yield Path(location) / "lib"

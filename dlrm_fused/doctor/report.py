@@ -76,12 +76,11 @@ def _hosts(ranks: Sequence[RankFacts]) -> str:
         links = facts.gpu.nvlinks if facts.gpu else None
         nvlink = f"{len(links)} x {links[0]:.1f} GB/s" if links else "-"
         rdma = ", ".join(f"{p.adapter} {p.link_layer} {p.state}" for p in facts.network.rdma) or "-"
-        nvshmem = facts.nvshmem.transport if facts.nvshmem.library else "-"
         gpudirect = "yes" if facts.has_gpudirect_rdma else "-"
         over = [f"{backend}: {_used(facts, backend)}" for backend in facts.backends]
-        return [facts.host.name, ", ".join(over), nvlink, rdma, gpudirect, nvshmem]
+        return [facts.host.name, ", ".join(over), nvlink, rdma, gpudirect]
 
-    head = ["ranks", "host", "connects over", "NVLink", "RDMA", "GPUDirect RDMA", "NVSHMEM"]
+    head = ["ranks", "host", "connects over", "NVLink", "RDMA", "GPUDirect RDMA"]
     return _table(head, _by_ranks(ranks, row))
 
 

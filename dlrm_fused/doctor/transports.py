@@ -9,15 +9,10 @@ from itertools import combinations
 from typing import NamedTuple
 
 from dlrm_fused.doctor.facts import RankFacts
-from dlrm_fused.symmetric.factory import TRANSPORT_VARIABLE
 
 STORES = "stores"  # the peer's memory is mapped: kernels, or copies on the CPU, write into it
 MESSAGES = "messages"  # finished slices through the process group
-NVSHMEM = "nvshmem"  # finished slices by put-with-signal, from within kernels
 TORCHREC = "torchrec"  # comm=fused runs TorchRec's own path
-NONE = "none"  # comm=fused ends with an error
-
-IBGDA_ADVICE = "NVSHMEM_IB_ENABLE_IBGDA=1 lets GPUs post themselves, in place of a proxy thread"
 
 
 class Choice(NamedTuple):
@@ -52,11 +47,7 @@ OPERATORS = (
 
 
 def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
-    """Return the transport from one rank to another, by what both know of themselves.
-
-    Between hosts it is that of DLRM_FUSED_TRANSPORT: by default messages, since put-with-signal through NVSHMEM has not run
-    on GPUs yet.
-    """
+    """Return the transport from one rank to another, by what both know of themselves."""
     if (facts.gpu is None) != (peer.gpu is None):
         return Choice(
             MESSAGES, "one has a GPU, the other has none", "give every rank a GPU, or none: CUDA_VISIBLE_DEVICES= for all"
@@ -73,8 +64,6 @@ def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
         if facts.is_p2p_off or peer.is_p2p_off:
             why = "one host, but NCCL_P2P_DISABLE=1 switches peer access off"
             advice = "unset NCCL_P2P_DISABLE, unless peer access fails or hangs on this machine"
-        if puts_slices(facts, peer):
-            return Choice(NONE, f"{why}, without which NVSHMEM does not map memory", f"{advice}; or unset {TRANSPORT_VARIABLE}")
         return Choice(MESSAGES, why, f"{advice}; comm=auto takes the faster of fused communication and TorchRec's")
     link = facts.gpu.topology.get(peer.gpu.uuid, "")
     return Choice(STORES, f"one host: peer access{_over(link)}", "")
@@ -85,11 +74,6 @@ def lacks_peer_access(facts: RankFacts, peer: RankFacts) -> bool:
     if facts.host != peer.host or facts.gpu is None or peer.gpu is None:
         return False
     return facts.is_p2p_off or peer.is_p2p_off or facts.gpu.peer_access.get(peer.gpu.uuid) is False
-
-
-def puts_slices(*ranks: RankFacts) -> bool:
-    """Return whether these ranks put slices to other hosts, which takes GPUs."""
-    return all(facts.gpu is not None and facts.transport == NVSHMEM for facts in ranks)
 
 
 def _over(link: str) -> str:
@@ -104,18 +88,11 @@ def is_nvlink(link: str) -> bool:
 
 
 def _between_hosts(facts: RankFacts, peer: RankFacts) -> Choice:
-    transport = NVSHMEM if puts_slices(facts, peer) else MESSAGES
-    how = ", ".join(sorted({facts.nvshmem.transport, peer.nvshmem.transport}))
     if facts.host.name == peer.host.name and facts.host.boot == peer.host.boot:
-        return Choice(transport, "one host, but another container", "run all ranks of a host in one container")
+        return Choice(MESSAGES, "one host, but another container", "run all ranks of a host in one container")
     if facts.gpu is None:
         return Choice(MESSAGES, "other hosts: gloo", "")
-    if transport == NVSHMEM:
-        return Choice(NVSHMEM, f"other hosts: {TRANSPORT_VARIABLE}=nvshmem ({how})", "" if how == "IBGDA" else IBGDA_ADVICE)
-    if not (facts.nvshmem.in_torch and peer.nvshmem.in_torch):
-        return Choice(MESSAGES, "other hosts, without NVSHMEM: NCCL", _rdma_advice(facts, peer))
-    why = f"other hosts: NCCL; NVSHMEM ({how}) is there; {TRANSPORT_VARIABLE}=nvshmem takes it"
-    return Choice(MESSAGES, why, _rdma_advice(facts, peer))
+    return Choice(MESSAGES, "other hosts: NCCL", _rdma_advice(facts, peer))
 
 
 def _rdma_advice(facts: RankFacts, peer: RankFacts) -> str:
@@ -154,13 +131,11 @@ def _taken(operator: Operator, ranks: Sequence[RankFacts]) -> str:
     everywhere = _transports(ranks)
     if operator.needs_gpu_stores and any(facts.gpu is None for facts in ranks):
         return "TorchRec's own, through gloo: the fused one needs GPUs"
-    if operator.needs_gpu_stores and {MESSAGES, NVSHMEM} & everywhere:
+    if operator.needs_gpu_stores and MESSAGES in everywhere:
         return "TorchRec's own, through NCCL: the fused one needs stores between all ranks"
     if not operator.over_hosts or len(by_host) < 2:
         return _text(everywhere)
     within = _text(set().union(*map(_transports, by_host.values())))
-    if puts_slices(*ranks):
-        within = "none: NVSHMEM takes groups of all ranks"
     return f"{within}; with {operator.over_hosts} over hosts: {_text(everywhere)}"
 
 
@@ -169,4 +144,4 @@ def _transports(ranks: Iterable[RankFacts]) -> set[str]:
 
 
 def _text(transports: Collection[str]) -> str:
-    return ", ".join(sorted(transports, key=(STORES, MESSAGES, NVSHMEM, TORCHREC, NONE).index)) or "none: no peers"
+    return ", ".join(sorted(transports, key=(STORES, MESSAGES, TORCHREC).index)) or "none: no peers"

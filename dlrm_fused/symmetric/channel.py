@@ -44,7 +44,6 @@ from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.launches import Launches
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Link, Why, without_empty
-from dlrm_fused.symmetric.puts import Puts
 
 # Kernels and the host share these words and values; device.py says what each means.
 _EPOCH, _FAULT, _ABORT = (word.value for word in (device.EPOCH, device.FAULT, device.ABORT))
@@ -57,9 +56,6 @@ OFFSET_UNIT, _REFUSED_OFFSET = device.OFFSET_UNIT.value, device.REFUSED_OFFSET.v
 
 # The half of a ready word, and of an arrival word, that each epoch changes.
 _HALF = {_READY: 1, _ARRIVAL: 0}
-
-# Bytes in which Channel.exchange puts slices, one after the other.
-_PIECE_BYTES = 1 << 18
 
 # Looks at a flag before the waiting process begins to sleep: many where every rank of the host has a core of its own, and waits
 # for no other host, which takes longer than to wake up.
@@ -104,7 +100,7 @@ class Channel:
         self._number = group.next_channel()
         has_cores = len(group.hosts.local) <= len(os.sched_getaffinity(0))
         self._yields = _MANY_YIELDS if has_cores and not group.hosts.are_many else _FEW_YIELDS
-        self._link = group.open_link(self._number) if group.hosts.are_many and not group.puts_between_hosts else None
+        self._link = group.open_link(self._number) if group.hosts.are_many else None
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
         self.fault = self.state[_FAULT : _FAULT + 1]
@@ -129,11 +125,6 @@ class Channel:
             self._peer_flags = self.flags.addresses.tolist()
         self._abort = _abort(self.state, self.control)
         group.peer_monitor.on_gone(self._abort)
-        self._puts: Puts | None = None
-        if group.puts_between_hosts and group.hosts.are_many:
-            self._puts = Puts(group, f"{name}.slices", self.args, _PIECE_BYTES)
-            # Inside a host it says so in its ready word, but kernels that wait for a slice would wait in vain.
-            group.peer_monitor.on_refusal(self._number, self._abort)
 
     def release(self) -> None:
         """Let go of flags and connections before the group is closed.
@@ -142,8 +133,6 @@ class Channel:
         """
         self.group.release(self.flags)
         self.group.peer_monitor.forget(self._abort)
-        if self._puts is not None:
-            self._puts.release()
         if self._link is not None:
             self.group.close_link(self._link)
 
@@ -183,7 +172,7 @@ class Channel:
             raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
         ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
         if kind == Why.is_gone and self.group.peer_monitor.refused_peer(self._number) == ended:
-            kind, peer = Why.has_refused, ended  # while a kernel waited for a slice
+            kind, peer = Why.has_refused, ended  # and then left, which ended the wait for another one
         if kind == Why.has_refused:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
         if kind == Why.differs:
@@ -225,12 +214,10 @@ class Channel:
             UsageError: of messages by TCP, while a CUDA graph is captured.
         """
         self.raise_fault()
-        tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
-        if self._puts is not None:
-            return ChannelExchange(self, self._puts.exchange(sent, received, tag, self.raise_fault))
         assert self._link is not None, f"channel {self.name}: all ranks are on one host"
         if not self._link.can_be_captured and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages by TCP; call this outside of one")
+        tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
         try:
             return ChannelExchange(self, self._link.exchange(without_empty(sent), without_empty(received), tag))
         except LateRankError as late:

@@ -12,7 +12,7 @@ The same source runs on GPUs and, under ``TRITON_INTERPRET=1``, in processes on 
 after the other, hence none may wait for a later one of its own grid.
 
 Ranks of other hosts take no part in an epoch: their addresses are 0 in all tables, and kernels store nothing there. Slices go
-to them; :mod:`~dlrm_fused.symmetric.device_puts` has what puts those from within a kernel.
+to them, by :meth:`~dlrm_fused.symmetric.channel.Channel.exchange`.
 
 Memory order: the stores of a program precede its barrier, the barrier its count (``acq_rel``, device scope), the last count the
 signal (``release``, system scope); who sees the signal (``acquire``, system scope) sees all of them.

@@ -1,9 +1,8 @@
-"""Chooses the transport of a process group: shared memory, CUDA or NVSHMEM; the only module that knows them all."""
+"""Chooses the transport of a process group, shared memory or CUDA; the only module that knows both."""
 
 from __future__ import annotations
 
 import atexit
-import os
 from contextlib import suppress
 
 import torch
@@ -14,19 +13,10 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.cuda import CudaGroup
 from dlrm_fused.symmetric.gloo_threads import wait_for_gloo_threads
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.nvshmem import NvshmemGroup
 from dlrm_fused.symmetric.shared import SharedGroup
 
-# This variable says how slices go to other hosts: `messages` of the process group, or `nvshmem`, puts from within kernels.
-TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
-_MESSAGES = "messages"
-
-# Groups by type of device and value of the variable.
-_TRANSPORTS: dict[tuple[str, str], type[SymmetricGroup]] = {
-    ("cpu", _MESSAGES): SharedGroup,
-    ("cuda", _MESSAGES): CudaGroup,
-    ("cuda", "nvshmem"): NvshmemGroup,
-}
+# Groups by type of device.
+_TRANSPORTS: dict[str, type[SymmetricGroup]] = {"cpu": SharedGroup, "cuda": CudaGroup}
 
 _groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}
 
@@ -50,8 +40,8 @@ def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torc
             NCCL, else ``cpu``.
 
     Raises:
-        UsageError: this rank is not in the process group, or there is no transport ``DLRM_FUSED_TRANSPORT`` for the device; or,
-            on all ranks, their types of device or transports differ, or NVSHMEM cannot be used.
+        UsageError: this rank is not in the process group, or there is no transport for the device; or, on all ranks, their
+            types of device differ.
         CommunicationError: on all ranks, if some of them cannot connect to each other, or torch is built for AMD's GPUs.
     """
     if process_group is None and dist.is_initialized():
@@ -98,10 +88,6 @@ def reason_against(device: torch.device) -> str | None:
 def _transport(device: torch.device) -> type[SymmetricGroup]:
     if reason := reason_against(device):
         raise CommunicationError(f"device={device}: {reason}")  # on all ranks, which have one build of torch
-    name = os.environ.get(TRANSPORT_VARIABLE) or _MESSAGES
-    if (device.type, name) in _TRANSPORTS:
-        return _TRANSPORTS[device.type, name]
-    names = [transport for kind, transport in _TRANSPORTS if kind == device.type]
-    if not names:
+    if device.type not in _TRANSPORTS:
         raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
-    raise UsageError(f"{TRANSPORT_VARIABLE}={name}: on {device.type} it is one of: {', '.join(names)}")
+    return _TRANSPORTS[device.type]

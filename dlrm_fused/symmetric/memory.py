@@ -2,9 +2,8 @@
 
 :meth:`SymmetricGroup.allocate` gives a block of one size on every rank, through whose ``addresses`` kernels store at the ranks
 of their host. Transports implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine,
-:mod:`~dlrm_fused.symmetric.cuda` and :mod:`~dlrm_fused.symmetric.nvshmem` for GPUs; :mod:`~dlrm_fused.symmetric.factory`
-chooses one. What goes to another host goes in finished slices, through the group's
-:meth:`~SymmetricGroup.open_link`, or, with NVSHMEM, by :class:`~dlrm_fused.symmetric.puts.Puts`.
+:mod:`~dlrm_fused.symmetric.cuda` for GPUs; :mod:`~dlrm_fused.symmetric.factory` chooses one. What goes to another host goes in
+finished slices, through the group's :meth:`~SymmetricGroup.open_link`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,11 +70,8 @@ class SymmetricGroup(abc.ABC):
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
         hosts: which ranks lie on one host, and so reach each other's memory by stores.
-        puts_between_hosts: whether kernels put slices into the memory of ranks of other hosts.
         peer_monitor: notices when the process of another rank is gone.
     """
-
-    puts_between_hosts = False
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.process_group = process_group
@@ -91,16 +87,13 @@ class SymmetricGroup(abc.ABC):
         self._nccl: NcclLink | None = None
         self._links: list[Link] = []
         if self.hosts.are_many:
-            between = "put-with-signal"
-            if not self.puts_between_hosts:
-                self._nccl = self._connect_by_nccl()
-                between = f"messages ({'nccl' if self._nccl else 'tcp'})"
+            self._nccl = self._connect_by_nccl()
             if self.rank == 0:
                 logger.info(
-                    "%d ranks on %d hosts: stores inside a host, %s between hosts",
+                    "%d ranks on %d hosts: stores inside a host, messages (%s) between hosts",
                     self.world_size,
                     len(self.hosts.ranks),
-                    between,
+                    "nccl" if self._nccl else "tcp",
                 )
 
     def _connect_by_nccl(self) -> NcclLink | None:
@@ -140,22 +133,11 @@ class SymmetricGroup(abc.ABC):
             link.close()
 
     def _find_hosts(self) -> Hosts:
-        ranks = self.gather(lambda: (self.device.type, self.puts_between_hosts, Host.here()))
-        if len({kind for kind, _, _ in ranks}) > 1:
-            listed = ", ".join(f"rank {rank}: {kind}" for rank, (kind, _, _) in enumerate(ranks))
+        ranks = self.gather(lambda: (self.device.type, Host.here()))
+        if len({kind for kind, _ in ranks}) > 1:
+            listed = ", ".join(f"rank {rank}: {kind}" for rank, (kind, _) in enumerate(ranks))
             raise UsageError(f"symmetric memory must be on the same type of device on all ranks; got {listed}")
-        with_puts = [rank for rank, (_, puts, _) in enumerate(ranks) if puts]
-        if with_puts and len(with_puts) < len(ranks):
-            raise UsageError(f"DLRM_FUSED_TRANSPORT must be the same on all ranks; it is nvshmem on ranks {with_puts} alone")
-        return Hosts.of([host for _, _, host in ranks], self.rank)
-
-    def put_numbers(self) -> list[int]:
-        """Return, by rank, the number by which a put names it."""
-        return list(range(self.world_size))
-
-    def with_puts(self, kernel: Any) -> Any:
-        """Return a Triton kernel that puts or waits for slices, as it is to be launched."""
-        return kernel
+        return Hosts.of([host for _, host in ranks], self.rank)
 
     def next_channel(self) -> int:
         """Return a number for a channel of the group, equal on all ranks that make their channels in the same order."""

@@ -61,7 +61,6 @@ class PeerMonitor:
         self._refused: dict[int, int] = {}  # by channel, the first rank
         self._gone: set[int] = set()  # that were told to callbacks
         self._gone_callbacks: list[Callable[[int], None]] = []
-        self._refusal_callbacks: dict[int, list[Callable[[int], None]]] = {}  # by channel
         self._lock = threading.Lock()
         self._closing = False
         self._peers: Mapping[int, socket.socket] = {}
@@ -121,20 +120,11 @@ class PeerMonitor:
         for rank in gone:
             callback(rank)
 
-    def on_refusal(self, channel: int, callback: Callable[[int], None]) -> None:
-        """Call ``callback(rank)`` when that rank refuses to take part in an exchange of a channel, in the monitor's thread."""
-        with self._lock:
-            self._refusal_callbacks.setdefault(channel, []).append(callback)
-            refused = self._refused.get(channel)
-        if refused is not None:
-            callback(refused)
-
     def forget(self, callback: Callable[[int], None]) -> None:
         """Do not call ``callback`` any more."""
         with self._lock:
-            for callbacks in (self._gone_callbacks, *self._refusal_callbacks.values()):
-                if callback in callbacks:
-                    callbacks.remove(callback)
+            if callback in self._gone_callbacks:
+                self._gone_callbacks.remove(callback)
 
     def describe(self, rank: int) -> str:
         """Return a rank's name, such as ``rank 3 on host (pid 123)``."""
@@ -202,10 +192,7 @@ class PeerMonitor:
             if kind == _GOODBYE:
                 self._left.add(rank)
             elif kind == _REFUSED:
-                with self._lock:
-                    self._refused.setdefault(channel, rank)
-                    callbacks = self._refusal_callbacks.get(channel, [])[:]
-                self._call(callbacks, rank)
+                self._refused.setdefault(channel, rank)
             else:
                 self._lose(rank)
         if received and peer not in self._left:
@@ -234,9 +221,6 @@ class PeerMonitor:
         with self._lock:
             self._gone.add(rank)
             callbacks = self._gone_callbacks[:]
-        self._call(callbacks, rank)
-
-    def _call(self, callbacks: Iterable[Callable[[int], None]], rank: int) -> None:
         for callback in callbacks:
             try:
                 callback(rank)

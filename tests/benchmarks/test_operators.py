@@ -149,7 +149,7 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(operator: str, tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", ["embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all", "expert_layer"])
 def test_slices_of_ranks_that_are_hosts_of_their_own_are_measured(operator: str, tmp_path: Path) -> None:
-    report = run(tmp_path, operator, "--slices-by", "messages")
+    report = run(tmp_path, operator, "--ranks-per-host", "1")
     assert report["cells"]
     assert all(cell["passed"] for cell in report["cells"])
 

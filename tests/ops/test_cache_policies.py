@@ -193,7 +193,6 @@ def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
 HINTED: dict[str, dict[str, tuple[str, ...]]] = {
     "lookup_16_bits": {"lookup_and_scatter_kernel": ("rows", "indices", "offsets")},
     "lookup_row_wise": {"lookup_and_scatter_kernel": ("rows", "indices", "offsets")},
-    "lookup_and_put": {"lookup_and_put_kernel": ("rows", "indices", "offsets")},
     "update_adagrad": {
         "update_kernel": ("old_rows", "gradients", "order", "new_rows"),
         "merge_kernel": ("old_rows", "new_rows"),

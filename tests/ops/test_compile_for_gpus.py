@@ -10,15 +10,12 @@ instructions that lose NaN or the smallest numbers.
 from __future__ import annotations
 
 import ast
-import importlib
 import itertools
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +49,10 @@ from dlrm_fused.ops.common.recorded import recorded_tiles
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
-from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_put, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, scatter_tiles, spread_slice
+from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles, store_tiles
 from dlrm_fused.ops.feature_all_to_all.exchange import fetch_kernel, send_kernel
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
@@ -75,7 +72,7 @@ from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
 from dlrm_fused.ops.sequence_all_to_all import places
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts
-from dlrm_fused.symmetric import device, device_puts
+from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
 from dlrm_fused.symmetric.launches import Launches
@@ -86,9 +83,6 @@ WORLD, RANK = 2, 1
 ONE_HOST = Hosts((tuple(range(WORLD)),), RANK)
 INLINE_ASSEMBLY = "tt.elementwise_inline_asm"
 SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
-# PyTorch's bindings of NVSHMEM, and the two functions that they call, in LLVM's language.
-BINDINGS: Any = None
-DEVICE_LIBRARY = Path(__file__).with_name("nvshmem_device.ll")
 EXPERTS, TOP_K, WIDTH, TILE_ROWS = 8, 2, 64, 64
 
 
@@ -134,14 +128,6 @@ class NoGpu:
         return 0
 
 
-def nvshmem_bindings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """PyTorch's, which define nothing unless there is a GPU."""
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    module = "torch.distributed._symmetric_memory._nvshmem_triton"
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    return importlib.import_module(module)
-
-
 @pytest.fixture
 def architecture() -> str:
     """For which kernels are compiled, where a test says nothing else."""
@@ -182,9 +168,6 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
     for module in (scatter, dispatch, reduce, adagrad, meeting):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
-    global BINDINGS
-    BINDINGS = nvshmem_bindings(monkeypatch)
-    monkeypatch.setattr(device_puts, "_bindings", BINDINGS)
     yield
     override(None)
     gemm_tuning.override(None)
@@ -411,44 +394,19 @@ def launch_feature_exchange(values: torch.dtype) -> None:
     fetch_kernel[(4, 8)](words, 4, memory().addresses, ids, WORLD=WORLD, RUNS=4, ELEMENTS=2048, num_warps=8)
 
 
-class LinkedPuts:
-    """As :class:`~dlrm_fused.symmetric.puts.Puts` with NVSHMEM: kernels are linked with a device library, here an empty one."""
-
-    def __init__(self) -> None:
-        words = torch.zeros(64, dtype=torch.int64)
-        self.args = device_puts.put_args(1 << 40, words, words, 1 << 18, 2, 512, 4096, 1 << 20)
-
-    def kernel(self, kernel: Any) -> Any:
-        return BINDINGS.GridCallableWithExtern(kernel, {"libnvshmem_device": str(DEVICE_LIBRARY)})
-
-
-def launch_puts_of_bytes() -> None:
-    own, source = LinkedPuts(), torch.zeros(4096, dtype=torch.uint8)
-    for kernel in (device_puts.put_bytes_kernel, device_puts.read_bytes_kernel):
-        own.kernel(kernel)[(4,)](source, 4096, 3, channel().args, own.args, 77, BLOCK=4096, num_warps=8)
-
-
-def launch_lookup_and_put(wire: torch.dtype) -> None:
-    tables, lookup = make_tables([9, 6], [64, 20], [0, 1]), LookupLayout((0, 64), (64, 20))
-    layout = ExchangeLayout(((lookup,), (LookupLayout((84,), (WIDTH,)),)), 84 + WIDTH)
-    plan = BatchPlan(layout, Hosts(((0,), (1,)), 0), (4, 4), SINGLE, wire, wire, torch.device("cpu"))
-    workspace: Any = SimpleNamespace(
-        tables=[tables], own_lookups=[lookup], layout=layout, forward_wire=wire, forward_channel=channel(),
-        device=torch.device("cpu"), rank=0,
-    )  # fmt: skip
-    own, batch = LinkedPuts(), make_lookup(tables, 8, 3)
-    features = feature_tables(tables.offsets, lookup.dims, layout.slice_columns(0, 0), torch.device("cpu"))
-    lookups = [Lookup(0, part, tables.weights, batch.indices, batch.offsets, None) for part in features]
-    lookup_and_put(workspace, plan, own, lookups)  # type: ignore[arg-type]
-    put_gradient(own, rows(SINGLE, 4, 84 + WIDTH), plan, window(), wire)  # type: ignore[arg-type]
-    spread_slice(own, 1, WIDTH, plan.slices.spread_tables[1], 4, window(), wire)  # type: ignore[arg-type]
-
-
 def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
     plan = BatchPlan(layout, ONE_HOST, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
     for relative in (True, False):
         scatter_tiles(rows(SINGLE), plan.pooled_tables[0], 4, window(), wire=wire, relative=relative)
+
+
+def launch_store_tiles(wire: torch.dtype) -> None:
+    """A gradient is packed into slices, and one that has arrived is spread."""
+    layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
+    plan = BatchPlan(layout, Hosts(((0,), (1,)), 0), (4, 4), SINGLE, wire, wire, torch.device("cpu"))
+    store_tiles(rows(SINGLE, 4, WORLD * WIDTH), plan.slices.gradient_buffer_table, 4, memory().addresses, 0, wire)
+    store_tiles(rows(wire, 4), plan.slices.spread_tables[1], 4, memory().addresses, 0, wire)
 
 
 def launch_sums_of_many_ranks() -> None:
@@ -495,7 +453,6 @@ TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=Tr
 FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
 OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
 OF_ADAM = OF_UPDATE | {"step_kernel"}
-PUT_KERNELS = {"lookup_and_put_kernel", "put_tiles_kernel", "spread_tiles_kernel"}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 OF_FLAGS = {"begin_kernel", "gate_kernel", "mark_kernel"}
 OF_PIECES = {"arriving_gemm_kernel", "pushing_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
@@ -540,9 +497,6 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "lookup_row_wise": (lambda: launch_lookup(SINGLE, row_wise=True), {"lookup_and_scatter_kernel", "add_up_present_kernel"}),
     "feature_exchange": (lambda: launch_feature_exchange(torch.int64), {"send_kernel", "fetch_kernel"}),
-    "puts_of_bytes": (launch_puts_of_bytes, {"put_bytes_kernel", "read_bytes_kernel"}),
-    "lookup_and_put": (lambda: launch_lookup_and_put(SINGLE), PUT_KERNELS),
-    "lookup_and_put_16_bits": (lambda: launch_lookup_and_put(HALF), PUT_KERNELS),
     "sums_of_many_ranks": (launch_sums_of_many_ranks, {"add_up_kernel", "add_up_present_kernel"}),
     "attention": (lambda: launch_attention(torch.float16), {"_part_kernel", "_merge_kernel"}),
     "attention_fp32": (lambda: launch_attention(SINGLE), {"_part_kernel", "_merge_kernel"}),
@@ -551,6 +505,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "meeting_low_address": (lambda: meeting.meet(channel(control=1 << 20), 1), {"meet_kernel"}),
     "waits": (launch_waits, {"_poll", "poll"}),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
+    "store_tiles": (lambda: launch_store_tiles(HALF), {"store_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
     "gemv_of_a_product": (lambda: launch_gemv(HALF, FLAGGED, True, is_given=True), {"gemv_all_reduce_kernel"}),

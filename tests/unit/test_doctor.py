@@ -20,12 +20,12 @@ from dlrm_fused.doctor.architectures import parse_cuobjdump, runs_on
 from dlrm_fused.doctor.collect import collect_facts
 from dlrm_fused.doctor.command import main
 from dlrm_fused.doctor.examine import attempt
-from dlrm_fused.doctor.facts import Gpu, Interface, Network, Nvshmem, RankFacts, RdmaPort
+from dlrm_fused.doctor.facts import Gpu, Interface, Network, RankFacts, RdmaPort
 from dlrm_fused.doctor.findings import Finding, Level, exit_status, judge_facts, judge_measurements
 from dlrm_fused.doctor.findings.finding import NAMES
 from dlrm_fused.doctor.gpus import Smi, ask_nvidia_smi, parse_gpus, parse_nvlinks, parse_topology
 from dlrm_fused.doctor.measure import Measurement, pairs_to_measure
-from dlrm_fused.doctor.network import gloo_uses, list_rdma_ports, nccl_uses, nvshmem_transport
+from dlrm_fused.doctor.network import gloo_uses, list_rdma_ports, nccl_uses
 from dlrm_fused.doctor.report import Examination, as_json, as_ranges, as_text
 from dlrm_fused.doctor.transports import operator_transports, transport_of
 from dlrm_fused.symmetric.hosts import Host
@@ -55,12 +55,11 @@ def cpu_rank(rank: int, host: str = "a") -> RankFacts:
         visible_gpus=0,
         gpu=None,
         network=network,
-        nvshmem=Nvshmem(None, False, "proxy (ibrc)"),
     )
 
 
 def gpu_rank(rank: int, host: str = "a") -> RankFacts:
-    """One of two ranks of a host whose two GPUs are connected by NVLink, with InfiniBand and NVSHMEM."""
+    """One of two ranks of a host whose two GPUs are connected by NVLink, with InfiniBand."""
     uuid, peer = f"{host}-{rank % 2}", f"{host}-{1 - rank % 2}"
     on_cpu = cpu_rank(rank, host)
     return replace(
@@ -84,7 +83,6 @@ def gpu_rank(rank: int, host: str = "a") -> RankFacts:
         fbgemm_architectures=["sm_80", "sm_90a", "sm_100a"],
         shared_memory=64_000_000,
         network=replace(on_cpu.network, rdma=[ACTIVE_PORT]),
-        nvshmem=Nvshmem("/lib/libnvshmem_host.so.3", True, "IBGDA"),
     )
 
 
@@ -143,35 +141,14 @@ def test_amds_gpus_take_torchrecs_path() -> None:
     assert operator_transports(ranks)["embedding + All-to-All"] == operator_transports(ranks)["expert layer"] == "torchrec"
 
 
-def test_hosts_send_messages_to_each_other_today() -> None:
+def test_hosts_send_messages_to_each_other() -> None:
     assert transport_of(cpu_rank(0), cpu_rank(1, "b")) == ("messages", "other hosts: gloo", "")
-    choice = transport_of(gpu_rank(0), gpu_rank(1, "b"))
-    assert choice == ("messages", "other hosts: NCCL; NVSHMEM (IBGDA) is there; DLRM_FUSED_TRANSPORT=nvshmem takes it", "")
+    assert transport_of(gpu_rank(0), gpu_rank(1, "b")) == ("messages", "other hosts: NCCL", "")
 
 
-def asked_for_nvshmem(ranks: Ranks, **changes: Any) -> Ranks:
-    return [replace(facts, transport="nvshmem", nvshmem=replace(facts.nvshmem, **changes)) for facts in ranks]
-
-
-def test_hosts_put_slices_where_nvshmem_is_asked_for() -> None:
-    ranks = asked_for_nvshmem(two_gpu_hosts())
-    assert transport_of(ranks[0], ranks[1]).transport == "stores"
-    assert transport_of(ranks[0], ranks[2]) == ("nvshmem", "other hosts: DLRM_FUSED_TRANSPORT=nvshmem (IBGDA)", "")
-    assert "NVSHMEM_IB_ENABLE_IBGDA=1" in transport_of(*asked_for_nvshmem(ranks[1:3], transport="proxy (ibrc)")).advice
-    taken = operator_transports(ranks)
-    assert taken["embedding + All-to-All"] == "stores, nvshmem"
-    assert taken["GEMV + AllReduce"] == (
-        "none: NVSHMEM takes groups of all ranks; with model.tensor_parallel over hosts: stores, nvshmem"
-    )
-    assert operator_transports(ranks[:2])["GEMV + AllReduce"] == "stores"
-    assert told(judge_facts(ranks)) == ""
-
-
-def test_hosts_without_nvshmem_or_rdma_are_told_what_would_be_faster() -> None:
-    bare = [with_network(replace(f, nvshmem=Nvshmem(None, False, "none")), rdma=[]) for f in (gpu_rank(0), gpu_rank(2, "b"))]
-    choice = transport_of(*bare)
-    assert choice.why == "other hosts, without NVSHMEM: NCCL"
-    assert choice.advice.startswith("an active InfiniBand or RoCE port on both hosts")
+def test_hosts_without_rdma_are_told_what_would_be_faster() -> None:
+    bare = [with_network(f, rdma=[]) for f in (gpu_rank(0), gpu_rank(2, "b"))]
+    assert transport_of(*bare).advice.startswith("an active InfiniBand or RoCE port on both hosts")
     staged = [with_gpu(f, dmabuf=False) for f in (gpu_rank(0), gpu_rank(2, "b"))]
     assert transport_of(*staged).advice.startswith("`modprobe nvidia_peermem`")
 
@@ -201,15 +178,9 @@ def test_operators_take_the_transports_of_their_groups() -> None:
 # Findings.
 
 
-@pytest.mark.parametrize("ranks", [[cpu_rank(0)], two_cpu_hosts(), [gpu_rank(0), gpu_rank(1)]], ids=["alone", "cpu", "gpu"])
+@pytest.mark.parametrize("ranks", [[cpu_rank(0)], two_cpu_hosts(), two_gpu_hosts()], ids=["alone", "cpu", "gpu"])
 def test_a_healthy_cluster_has_no_findings(ranks: Ranks) -> None:
     assert told(judge_facts(ranks)) == ""
-
-
-def test_on_healthy_gpu_hosts_only_nvshmem_is_noted() -> None:
-    findings = judge_facts(two_gpu_hosts())
-    assert [(finding.name, finding.level) for finding in findings] == [("nvshmem-unused", Level.note)] * 2
-    assert findings[0].what == "a: NVSHMEM is there (IBGDA), and not asked for"
 
 
 CPU, GPU = two_cpu_hosts(), two_gpu_hosts()
@@ -361,32 +332,6 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
     "no GPUDirect RDMA": (
         [with_gpu(f, dmabuf=False) for f in GPU],
         "slower no-gpudirect-rdma 0-1: a: no GPUDirect RDMA * -> `modprobe nvidia_peermem`",
-    ),
-    "NVSHMEM missing": (
-        [*GPU[:2], *(replace(f, nvshmem=Nvshmem(None, False, "proxy (ibrc)")) for f in GPU[2:])],
-        "note nvshmem-missing 2-3: b: libnvshmem_host.so is not found -> nothing, * `pip install nvidia-nvshmem-cu13`",
-    ),
-    "NVSHMEM through a proxy": (
-        [replace(f, nvshmem=Nvshmem("/lib/libnvshmem_host.so.3", True, "proxy (ibrc)")) for f in GPU],
-        "note nvshmem-unused 0-1: a: NVSHMEM is there (proxy (ibrc)), * -> nothing; DLRM_FUSED_TRANSPORT=nvshmem "
-        "*; NVSHMEM_IB_ENABLE_IBGDA=1",
-    ),
-    "NVSHMEM missing, and asked for": (
-        asked_for_nvshmem(GPU, library=None, in_torch=False),
-        "broken nvshmem-missing 0-1: a: libnvshmem_host.so is not found, and DLRM_FUSED_TRANSPORT=nvshmem -> `pip install "
-        "nvidia-nvshmem-cu13`*; or unset DLRM_FUSED_TRANSPORT",
-    ),
-    "NVSHMEM asked for by some": (
-        [*GPU[:1], *asked_for_nvshmem(GPU[1:])],
-        "broken transport-setting 0: DLRM_FUSED_TRANSPORT is messages on a, nvshmem on a, b -> set it alike for all ranks",
-    ),
-    "NVSHMEM asked for without GPUs": (
-        asked_for_nvshmem(CPU),
-        "broken transport-setting 0-3: DLRM_FUSED_TRANSPORT=nvshmem: for CPUs it is one of: messages -> unset",
-    ),
-    "no peer access, and NVSHMEM asked for": (
-        asked_for_nvshmem([with_gpu(GPU[0], peer_access={"a-1": False}), GPU[1]]),
-        "broken no-peer-access 0-1: a: one host, but their GPUs have no peer access, without which NVSHMEM * unset",
     ),
 }
 
@@ -548,11 +493,9 @@ def test_a_gpu_is_found_in_nvidia_smis_tables_by_its_uuid(monkeypatch: pytest.Mo
     assert (without_smi.uuid, without_smi.nvlinks, without_smi.topology) == (first, None, {})
 
 
-def test_this_machine_has_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLRM_FUSED_TRANSPORT", "nvshmem")
+def test_this_machine_has_facts() -> None:
     facts = collect_facts(Rank(index=0, world_size=1, local_index=0, host="here"))
     assert facts.host == Host.here()
-    assert facts.transport == "nvshmem"
     assert facts.shared_memory is None or facts.shared_memory >= 0
     assert facts.hip is None
     assert set(facts.versions) == {"torch", "torchrec", "fbgemm-gpu", "triton"}
@@ -605,19 +548,6 @@ def test_ports_of_adapters_are_read_from_sysfs(tmp_path: Path) -> None:
     assert list_rdma_ports(tmp_path / "missing") == []
 
 
-@pytest.mark.parametrize(
-    ("environment", "transport"),
-    [
-        ({}, "proxy (ibrc)"),
-        ({"NVSHMEM_IB_ENABLE_IBGDA": "1"}, "IBGDA"),
-        ({"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_REMOTE_TRANSPORT": "libfabric"}, "proxy (libfabric)"),
-        ({"NVSHMEM_IB_ENABLE_IBGDA": "true", "NVSHMEM_REMOTE_TRANSPORT": "none"}, "none"),
-    ],
-)
-def test_the_environment_decides_nvshmems_transport(environment: dict[str, str], transport: str) -> None:
-    assert nvshmem_transport(environment) == transport
-
-
 # The command: what it measures and shows.
 
 
@@ -658,7 +588,7 @@ def test_people_read_ranks_links_transports_and_what_to_do() -> None:
 
 
 def test_programs_read_the_same_as_json() -> None:
-    content = json.loads(as_json(examination(two_gpu_hosts())))
+    content = json.loads(as_json(examination([with_network(facts, rdma=[]) for facts in two_gpu_hosts()])))
     assert content["status"] == 0
     assert content["ranks"][3]["gpu"]["nvlinks"] == [26.562] * 18
     assert content["measurements"] == [

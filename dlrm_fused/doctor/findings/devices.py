@@ -7,7 +7,7 @@ from itertools import permutations
 
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, hosts, numbers, pairs_text, with_gpus
-from dlrm_fused.doctor.transports import NONE, STORES, TORCHREC, is_nvlink, lacks_peer_access, peer_groups
+from dlrm_fused.doctor.transports import MESSAGES, is_nvlink, lacks_peer_access, peer_groups
 from dlrm_fused.symmetric.memory import readable
 
 # NCCL allocates a segment of this size for each channel from one rank to another, for all its protocols
@@ -84,11 +84,10 @@ def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _without_stores(name: str, host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for group in peer_groups(ranks):
-        if group.choice.transport not in (STORES, TORCHREC):
-            level = Level.broken if group.choice.transport == NONE else Level.slower
+        if group.choice.transport == MESSAGES:
             where = sorted({rank for pair in group.pairs for rank in pair})
             what = f"{host}: {group.choice.why}: {pairs_text(group.pairs)}"
-            yield Finding(name, level, where, what, group.choice.advice)
+            yield Finding(name, Level.slower, where, what, group.choice.advice)
 
 
 def _nvlinks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

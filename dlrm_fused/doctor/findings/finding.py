@@ -29,7 +29,6 @@ NAMES = frozenset({
     "too-few-gpus", "devices-differ", "gpus-unused", "torch-kernels", "fbgemm-kernels", "rocm", "gpu-shared", "no-peer-access",
     "shared-memory", "containers", "nvlink-inactive", "no-nvlink", "interface-missing", "loopback", "address-twice",
     "interfaces-differ", "no-connection", "slow-link", "no-rdma", "rdma-down", "rdma-off", "no-gpudirect-rdma",
-    "transport-setting", "nvshmem-missing", "nvshmem-unused",
 })  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from dlrm_fused.ops.common.gpus import gpu_of
 _NORMAL, _FIRST, _LAST = "", "evict_first", "evict_last"
 
 
-# A tuple: Triton writes constants as JSON for hooks that are told of compiled kernels, such as NVSHMEM's.
+# A tuple: Triton writes constants as JSON for hooks that are told of compiled kernels.
 class CachePolicy(NamedTuple):
     """The eviction priority of every stream, a constant to the compiler; the defaults are how the kernels run unless told
     otherwise."""

@@ -124,12 +124,6 @@ class HostSlices:
         is_counterpart = self._hosts.counterpart(sender, self._hosts.of_rank[rank]) == rank
         return self.widths[rank] + (self.places.layout.row_wise_columns if is_counterpart else 0)
 
-    def largest(self) -> tuple[int, int]:
-        """Bytes of the largest slice of results, and of gradients, between any two ranks."""
-        batch, ranks = max(self.places.batch_sizes), range(len(self.widths))
-        gradients = max(self.gradient_width(sender, rank) for sender in ranks for rank in ranks)
-        return batch * max(self.widths) * self.places.wire_item, batch * gradients * self.places.gradient_item
-
     @lasting_property
     def receivers(self) -> Tensor:
         """The receivers of slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
@@ -196,38 +190,15 @@ class HostSlices:
         return {sender: table for sender, table in tables.items() if len(table)}
 
     @lasting_property
-    def gradient_table(self) -> Tensor:
-        """The places of the output's gradient in the slices for other hosts, for the kernel."""
-        return self._gradient_table.to(self.device, non_blocking=True)
-
-    @lasting_property
     def gradient_buffer_table(self) -> Tensor:
-        """:attr:`gradient_table` with the places in a buffer of all slices, the only one of its table of addresses."""
-        table = self._gradient_table.clone()
-        begins = [self.gradients.begins.get(rank, 0) for rank in range(len(self.widths))]
-        table[:, 3] += torch.tensor(begins, dtype=torch.int64)[table[:, 0]]
-        table[:, 0] = 0
-        return table.to(self.device, non_blocking=True)
-
-    @lasting_property
-    def gradient_needs(self) -> Tensor:
-        """int64 [2, ranks]: tiles of the slice of gradients for each rank, and its bytes."""
-        own, ranks = self._hosts.rank, range(len(self.widths))
-        row_bytes = self.places.batch_sizes[own] * self.places.gradient_item
-        tiles = torch.bincount(self._gradient_table[:, 0], minlength=len(ranks)).tolist()
-        sizes = [row_bytes * self.gradient_width(own, rank) for rank in ranks]
-        return torch.tensor([tiles, sizes], dtype=torch.int64).to(self.device, non_blocking=True)
-
-    @lasting_property
-    def _gradient_table(self) -> Tensor:
-        own, item = self._hosts.rank, self.places.gradient_item
-        rows = self.places.batch_sizes[own]
+        """The places of the output's gradient in a buffer of all slices, the only one of its table of addresses."""
+        item, rows = self.places.gradient_item, self.places.batch_sizes[self._hosts.rank]
         tiles = [
-            Tile(rank, 0, column, source * item, self.gradient_width(own, rank), width, rows, item)
-            for rank, runs in self.gradient_runs.items()
-            for source, column, width in runs
+            Tile(0, 0, column, begin + source * item, self.gradients.shapes[rank][1], width, rows, item)
+            for rank, begin in self.gradients.begins.items()
+            for source, column, width in self.gradient_runs[rank]
         ]
-        return tile_table(tiles, torch.device("cpu"))
+        return tile_table(tiles, self.device)
 
     @lasting_property
     def remote_places(self) -> Tensor:

@@ -1,9 +1,8 @@
 """The kernels of the fused lookup: bags are pooled and stored straight into the output of the rank they belong to, or into a
-slice for a rank of another host, which the program that completes it puts there while others still look up."""
+slice for a rank of another host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -21,9 +20,7 @@ from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks, LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, next_epoch, peer_pointer, wait_until_ready
-from dlrm_fused.symmetric.device_puts import open_slice, put_slice
 from dlrm_fused.symmetric.launches import ceil_div
-from dlrm_fused.symmetric.puts import Puts
 
 _FEATURE_FIELDS = tl.constexpr(4)
 _PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
@@ -191,24 +188,6 @@ def lookup_and_scatter(
     )  # fmt: skip
 
 
-def lookup_and_put(workspace: EmbeddingWorkspace, plan: BatchPlan, puts: Puts, lookups: Sequence[Lookup]) -> None:
-    """Look up all features of this rank that go to other hosts in slices, and put each slice when it is complete.
-
-    Args:
-        puts: for slices as large as the plan's.
-    """
-    works = [(lookup, *_blocks(workspace, plan, lookup)) for lookup in lookups]
-    needed = sum(lookup.features.count * per_feature for lookup, _, per_feature in works)
-    receivers = plan.slices.receivers.shape[0]
-    for lookup, blocks, per_feature in works if receivers else ():
-        items = receivers * lookup.features.count * per_feature
-        puts.kernel(lookup_and_put_kernel)[(min(items, blocks.programs),)](
-            lookup.args, plan.slices.bags, per_feature, plan.global_batch, items, plan.slices.receivers, receivers,
-            plan.slices.width, needed, workspace.forward_channel.args, puts.args, plan.fingerprint,
-            **_constants(workspace, plan, lookup, blocks),
-        )  # fmt: skip
-
-
 @triton.jit
 def _bags(of_feature, first_bag, end_bag, number, CACHE: tl.constexpr):
     """Bags of a feature from ``first_bag`` on: which they are, whether they exist, their first index and their length."""
@@ -345,40 +324,3 @@ def lookup_and_scatter_kernel(
         tl.store(places, to_wire(pooled, WIRE), mask=stored)
     if LAST:
         finish(channel, epoch)
-
-
-@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receiver_count", "needed", "fingerprint"])
-def lookup_and_put_kernel(
-    lookup, bags, blocks, global_batch, items, receivers, receiver_count, stride, needed, channel, puts, fingerprint,
-    WIRE: tl.constexpr, POOLING: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """Pool bags, write them into slices for ranks of other hosts, and put a slice when all its items are there.
-
-    Args:
-        lookup, bags, blocks: as those of :func:`lookup_and_scatter_kernel`.
-        receivers: of :class:`Destinations`.
-        stride: elements between rows of a slice.
-        needed: items of one slice, of all launches that write it.
-    """
-    VECTOR: tl.constexpr = POOLING.vector
-    lane = tl.arange(0, POOLING.dim)
-    known_peer = tl.full((), -1, tl.int64)
-    place = tl.full((), -1, tl.int64)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        pooled, bag, exists, _length, fields, of_receiver = _pool(
-            item, lookup, bags, blocks, global_batch, receivers, receiver_count, POOLING, CACHE
-        )
-        peer = tl.load(of_receiver)
-        if peer != known_peer:
-            place = open_slice(channel, puts, peer)
-            known_peer = peer
-        first_bag = tl.load(bags + peer)
-        column = tl.multiple_of(tl.load(fields + 3), VECTOR)
-        slice_begin = tl.multiple_of(place.to(tl.pointer_type(WIRE)), 16)
-        places = slice_begin + (bag - first_bag)[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
-        stored = (exists & (place >= 0))[:, None]
-        if not POOLING.is_exact:
-            stored = stored & (lane < tl.load(fields + 2))[None, :]
-        tl.store(places, to_wire(pooled, WIRE), mask=stored)
-        size = (tl.load(bags + peer + 1) - first_bag) * stride * (WIRE.primitive_bitwidth // 8)
-        put_slice(channel, puts, peer, 1, needed, size, fingerprint)

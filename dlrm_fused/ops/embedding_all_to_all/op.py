@@ -29,7 +29,7 @@ from dlrm_fused.ops.common.dispatch import needs_dispatcher
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
 from dlrm_fused.ops.embedding_all_to_all.inputs import check_lookups, checks_of_call
-from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, in_slices, lookup_and_put, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, in_slices, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.reduce import finish_output, open_output
@@ -138,17 +138,12 @@ def _look_up_for_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookups: 
 
 
 def _look_up_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, lookups: Sequence[Lookup]) -> PooledSlices:
-    """Begin to send the results for ranks of other hosts: kernels put them, or they are looked up into a buffer and sent."""
-    slices = PooledSlices(workspace, plan)
-    if workspace.pooled_puts is not None:
-        lookup_and_put(workspace, plan, workspace.pooled_puts, lookups)
-        return slices
+    """Look the results for ranks of other hosts up into a buffer, and begin to send them."""
     buffer = plan.slices.results.new_buffer(workspace.device)
     to = in_slices(plan.slices, torch.full((1,), buffer.data_ptr(), device=workspace.device))
     for lookup in lookups if plan.slices.receivers.numel() else ():
         lookup_and_scatter(workspace, plan, lookup, to, receive_offset=0, first=False, last=False)
-    slices.send(plan.slices.results.of(buffer))
-    return slices
+    return PooledSlices(workspace, plan, plan.slices.results.of(buffer))
 
 
 def update_tables(

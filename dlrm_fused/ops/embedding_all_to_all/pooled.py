@@ -103,11 +103,10 @@ def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], hand
     send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
     if plan.hosts.are_many:
         distinct = _Options(*options).distinct
-        slices = PooledSlices(workspace, plan, distinct)
         if distinct is None:
-            slices.send(packed_slices(workspace, plan, pooled))
+            slices = PooledSlices(workspace, plan, packed_slices(workspace, plan, pooled))
         else:
-            slices.send(packed_rows(workspace, plan, pooled, distinct))
+            slices = PooledSlices(workspace, plan, packed_rows(workspace, plan, pooled, distinct), distinct)
         send_in_host(workspace, plan, pooled, receive_offset)
         slices.send_sums()
         slices.receive(receive_offset)

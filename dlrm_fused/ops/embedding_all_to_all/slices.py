@@ -15,12 +15,11 @@ from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.meeting import meet
-from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import Tile
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
-from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, spread_slice, store_tiles
+from dlrm_fused.ops.embedding_all_to_all.scatter import store_tiles
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.channel import ChannelExchange
@@ -28,31 +27,27 @@ from dlrm_fused.symmetric.device import uses_kernels
 
 
 class PooledSlices:
-    """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device.
+    """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
 
-    Without :meth:`send`, the kernel that has looked up the slices has put them.
-    """
+    def __init__(
+        self, workspace: EmbeddingWorkspace, plan: BatchPlan, slices: Mapping[int, Tensor], distinct: DistinctRows | None = None
+    ) -> None:
+        """Begin to send this rank's slice for each rank of another host, or its distinct rows.
 
-    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, distinct: DistinctRows | None = None) -> None:
-        """Args:
-        distinct: these rows are sent only.
+        Args:
+            distinct: these rows are sent only.
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
         self._rows: Tensor | None = None
-        self._slices: ChannelExchange | None = None
         self._sums: ChannelExchange | None = None
-
-    def send(self, slices: Mapping[int, Tensor]) -> None:
-        """Begin to send this rank's slice for each rank of another host, or its distinct rows."""
-        plan, workspace = self._plan, self._workspace
         wire, device = workspace.forward_wire, workspace.device
-        if self._distinct is None:
+        if distinct is None:
             received = {
                 rank: torch.empty(plan.local_batch, plan.slices.widths[rank], dtype=wire, device=device)
                 for rank in plan.hosts.remote
             }
         else:
-            counts = self._distinct.received_counts
+            counts = distinct.received_counts
             self._rows = torch.empty(sum(counts), _row_dim(workspace), dtype=wire, device=device)
             received = dict(zip(plan.hosts.remote, self._rows.split(counts), strict=True))
         self._slices = workspace.forward_channel.exchange(slices, received, fingerprint=plan.fingerprint)
@@ -75,29 +70,21 @@ class PooledSlices:
         """
         plan, workspace = self._plan, self._workspace
         memory, begin = (workspace.staging(), 0) if plan.places.is_staged else (workspace.outputs.memory, offset)
-        if self._slices is None:
-            assert workspace.pooled_puts is not None
-            for rank, table in plan.slices.pooled_spread_tables.items():
-                window = ReceiveWindow(memory, workspace.forward_channel, begin, plan.fingerprint)
-                width, wire = plan.slices.widths[rank], workspace.forward_wire
-                spread_slice(workspace.pooled_puts, rank, width, table, plan.local_batch, window, wire)
-        else:
-            output = plan.staged_view(memory) if plan.places.is_staged else plan.output_view(memory, offset)
-            if self._rows is not None:
-                self._slices.wait_arrivals()
-                assert self._distinct is not None
-                rows = self._rows.index_select(0, self._distinct.received.flatten())
-                output.view(-1, _row_dim(workspace)).index_copy_(0, plan.slices.remote_places, rows)
-            for rank, slice_ in self._slices.arrivals() if self._rows is None else ():
-                if uses_kernels(workspace.device):
-                    _store(slice_, plan.slices.pooled_spread_tables.get(rank), memory, begin, workspace.forward_wire)
-                    continue
-                for source, column, width in plan.slices.runs[rank]:
-                    output[:, column : column + width] = slice_[:, source : source + width]
+        output = plan.staged_view(memory) if plan.places.is_staged else plan.output_view(memory, offset)
+        if self._rows is not None:
+            self._slices.wait_arrivals()
+            assert self._distinct is not None
+            rows = self._rows.index_select(0, self._distinct.received.flatten())
+            output.view(-1, _row_dim(workspace)).index_copy_(0, plan.slices.remote_places, rows)
+        for rank, slice_ in self._slices.arrivals() if self._rows is None else ():
+            if uses_kernels(workspace.device):
+                _store(slice_, plan.slices.pooled_spread_tables.get(rank), memory, begin, workspace.forward_wire)
+                continue
+            for source, column, width in plan.slices.runs[rank]:
+                output[:, column : column + width] = slice_[:, source : source + width]
         if self._sums is not None:
             self._sums.complete()
-        if self._slices is not None:
-            self._slices.finish()
+        self._slices.finish()
 
 
 def packed_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -134,16 +121,7 @@ class GradientSlices:
             distinct: the rows of the forward pass.
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
-        self._slices: ChannelExchange | None = None
-        if workspace.gradient_puts is not None:
-            window = ReceiveWindow(workspace.gradients, workspace.backward_channel, 0, plan.fingerprint)
-            put_gradient(workspace.gradient_puts, gradient, plan, window, workspace.backward_wire)
-        else:
-            self._send(gradient)
-
-    def _send(self, gradient: Tensor) -> None:
-        plan, workspace = self._plan, self._workspace
-        sent = self._whole(gradient) if self._distinct is None else self._compressed(gradient, self._distinct)
+        sent = self._whole(gradient) if distinct is None else self._compressed(gradient, distinct)
         received = {
             rank: torch.empty(self._sizes(number, rank), dtype=workspace.backward_wire, device=workspace.device)
             for number, rank in enumerate(plan.hosts.remote)
@@ -199,21 +177,14 @@ class GradientSlices:
         """Receive from all other hosts, and spread what belongs to several ranks of this one. After the epoch in the host."""
         plan, workspace = self._plan, self._workspace
         wire = workspace.backward_wire
-        if self._slices is None:
-            assert workspace.gradient_puts is not None
-            window = ReceiveWindow(workspace.gradients, workspace.backward_channel, 0, plan.fingerprint)
-            for rank, table in plan.slices.spread_tables.items():
-                width, rows = plan.slices.gradient_width(rank, workspace.rank), plan.batch_sizes[rank]
-                spread_slice(workspace.gradient_puts, rank, width, table, rows, window, wire)
-        else:
-            for rank, slice_ in self._slices.arrivals():
-                if uses_kernels(workspace.device) and self._distinct is None:
-                    _store(slice_, plan.slices.spread_tables.get(rank), workspace.gradients, 0, wire)
-                    continue
-                expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
-                for tile in plan.slices.spread_tiles[rank]:
-                    copy_tile(expanded, tile, workspace.gradients, 0, wire)
-            self._slices.finish()
+        for rank, slice_ in self._slices.arrivals():
+            if uses_kernels(workspace.device) and self._distinct is None:
+                _store(slice_, plan.slices.spread_tables.get(rank), workspace.gradients, 0, wire)
+                continue
+            expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
+            for tile in plan.slices.spread_tiles[rank]:
+                copy_tile(expanded, tile, workspace.gradients, 0, wire)
+        self._slices.finish()
         if workspace.layout.row_wise_columns:
             # Ends when all ranks of the host have spread theirs.
             meet(workspace.backward_channel, plan.fingerprint)

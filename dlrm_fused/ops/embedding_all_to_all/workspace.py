@@ -25,8 +25,6 @@ from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup, SymmetricMemory
-from dlrm_fused.symmetric.device import uses_kernels
-from dlrm_fused.symmetric.puts import Puts
 
 # Batch sizes whose tables are kept: a training and an evaluation batch and their uneven last ones.
 _KEPT_BATCH_PLANS = 64
@@ -50,8 +48,6 @@ class EmbeddingWorkspace(Workspace):
     Attributes:
         outputs: where outputs are received; the caller's tensors are blocks of it.
         gradients: where the gradients of the pooled results are received, by lookup.
-        pooled_puts, gradient_puts: for slices that kernels put to ranks of other hosts; None if there are none, or they go in
-            messages.
         tables: of this rank's lookups, in their order.
 
     Raises:
@@ -110,8 +106,6 @@ class EmbeddingWorkspace(Workspace):
         self.outputs: BlockPool
         self.gradients: SymmetricMemory
         self._staging: SymmetricMemory | None = None
-        self.pooled_puts: Puts | None = None
-        self.gradient_puts: Puts | None = None
 
     @lasting
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
@@ -279,12 +273,6 @@ class EmbeddingWorkspace(Workspace):
         self._staging = self.group.allocate(f"{self.name}: partial sums and other dtypes", staging) if staging else None
         gradients = max(plan.places.gradients_size(rank) for rank in ranks)
         self.gradients = self.group.allocate(f"{self.name}: gradients", max(gradients, 4096))
-        if self.group.puts_between_hosts and self.group.hosts.are_many and uses_kernels(self.device):
-            pooled_size, gradient_size = largest.slices.largest()
-            self.pooled_puts = Puts(self.group, f"{self.name}: slices", self.forward_channel.args, pooled_size)
-            self.gradient_puts = Puts(
-                self.group, f"{self.name}: slices of gradients", self.backward_channel.args, gradient_size
-            )
         self._room = local_batch, plan.global_batch
 
     def release(self) -> None:
@@ -302,9 +290,6 @@ class EmbeddingWorkspace(Workspace):
             for memory in (self._staging, self.gradients):
                 if memory is not None:
                     self.group.release(memory)
-            for puts in (self.pooled_puts, self.gradient_puts):
-                if puts is not None:
-                    puts.release()
         self._room = None
 
 
