@@ -200,6 +200,7 @@ _INDICES = "indices of a bag: their count has 31 bits"
 _ITEMS = "items of work: their count is an argument of 31 bits"
 _CHUNKS = "chunks of 1,024 positions, which have 31 bits where there is more than a chunk for each multiprocessor"
 _WORDS = "words of the protocol: a few for each rank"
+_COUNTS = "experts of all ranks, for each rank"
 _PARTS = "heads, rows of a tile and splits of a launch"
 _BOUNDED = {
     "ops/all_gather_gemm/kernel.py": {
@@ -247,6 +248,7 @@ _BOUNDED = {
         "bag = item % blocks * BAGS": _DIMENSION,
         "count, first = tl.load(words + 2 * run)": "runs: a feature of a rank each",
         "fields = routes + item // blocks * _FIELDS": _ITEMS,
+        "words = peer_pointer(addresses, tl.load(told + 2 * peer)": _WORDS,
     },
     "ops/gemm_all_to_all/kernel.py": {
         "first_column = column_tile * TILE.columns": _DIMENSION,
@@ -270,6 +272,9 @@ _BOUNDED = {
         "item = tile * WIDTH": _DIMENSION,
     },
     "ops/moe/dispatch.py": {
+        "count = tl.load(counts + source * experts + own": _COUNTS,
+        "first_sent += tl.sum(tl.load(counts + RANK * experts": _COUNTS,
+        "rows = tl.load(counts + sender * experts": _COUNTS,
         "end_of_rows = tl.sum(": _ROWS,
         "expert = tl.program_id(0) * EXPERTS": _DIMENSION,
         "slot = program * _SLOTS_OF_PROGRAM": _ROWS,

@@ -364,11 +364,13 @@ def fetch_kernel(
     counts = tl.load(words + 2 * others, mask=others < runs, other=0)
     before = tl.sum(tl.where(others < run, counts, 0), axis=0)
     count, first = tl.load(words + 2 * run), tl.load(words + 2 * run + 1)
-    source = peer_pointer(addresses, rank, 0, values.dtype.element_ty) + first
+    memory = tl.load(addresses + rank)
     if HOSTS:  # noqa: SIM102 - known at compile time
-        if tl.load(addresses + rank) == 0:
+        if memory == 0:
             ranks = others % WORLD
             is_message = tl.load(addresses + ranks) == 0
             is_before = is_message & ((ranks < rank) | ((ranks == rank) & (others < run)))
-            source = from_hosts + tl.sum(tl.where(is_before, counts, 0), axis=0)
+            # An address, since Triton's compiler for AMD's GPUs takes no choice between two pointers.
+            memory, first = from_hosts.to(tl.int64), tl.sum(tl.where(is_before, counts, 0), axis=0)
+    source = memory.to(tl.pointer_type(values.dtype.element_ty)) + first
     _copy(source, values + before, count, tl.program_id(1), tl.num_programs(1), ELEMENTS)
