@@ -86,8 +86,9 @@ class World:
         """Close :attr:`symmetric`, which frees what its memory is not needed for any more, and make it anew. Collective."""
         synchronize(self.device)
         dist.barrier()  # no rank stores there any more
+        process_group = self.symmetric.process_group  # which a closed group has let go of
         self.symmetric.close()
-        self.symmetric = symmetric_group(self.symmetric.process_group, self.device)
+        self.symmetric = symmetric_group(process_group, self.device)
 
     def free_memory(self) -> None:
         """Free what nothing refers to any more; of symmetric memory see :meth:`free_symmetric_memory`. Collective."""

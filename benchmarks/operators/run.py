@@ -132,6 +132,7 @@ class Run:
         fused_us = us[case.fastest(us)]
         return {
             **case.check(stage),
+            "hosts": self.world.symmetric.hosts.ranks,
             "us": us,
             "ratio": fused_us / us[case.baseline],
             **least,

@@ -168,7 +168,7 @@ class Channel:
         if self._control[_KIND]:
             where += f", epoch {self._control[_FAULT_EPOCH]}"
         here = describe(self.group.rank)
-        if lost is not None:
+        if lost is not None and kind != Why.has_refused:  # who refuses ends soon, by its error
             raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
         ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
         if kind == Why.is_gone and self.group.peer_monitor.refused_peer(self._number) == ended:

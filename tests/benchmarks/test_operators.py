@@ -151,7 +151,7 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(operator: str, tmp_path: Path,
 def test_slices_of_ranks_that_are_hosts_of_their_own_are_measured(operator: str, tmp_path: Path) -> None:
     report = run(tmp_path, operator, "--ranks-per-host", "1")
     assert report["cells"]
-    assert all(cell["passed"] for cell in report["cells"])
+    assert all(cell["passed"] and cell["hosts"] == [[0], [1]] for cell in report["cells"])
 
 
 def change_results(module: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -58,7 +58,8 @@ def between_hosts(fault: Callable[[GemmWorkspace, torch.Tensor, int], None]) -> 
                     said = str(error)
             assert float(torch.ones(1000, device=device).sum()) == 1000.0
         seconds = time.monotonic() - began
-        os.kill(pids[1], signal.SIGCONT)
+        if group.rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
         return said, seconds
 
 
@@ -83,7 +84,7 @@ def stop(*_: object) -> None:
 def test_the_other_host_names_the_rank(fault: Callable[..., None], reason: str) -> None:
     (said, seconds), _ = run_ranks(2, between_hosts, fault)
     assert reason in said
-    assert "rank 1 on host1" in said
+    assert "rank 1 on" in said
     assert seconds < MOST_SECONDS
 
 
