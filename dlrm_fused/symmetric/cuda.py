@@ -131,7 +131,6 @@ class CudaGroup(SymmetricGroup):
 def _say_what_no_peer_access_means() -> None:
     logger.warning(
         "GPUs of one host have no peer access (%s), so each counts as a host of its own: NCCL carries finished slices between "
-        "them, sparse features go TorchRec's way and lookups are not replayed as CUDA graphs; comm=fused may be slower than "
-        "comm=baseline there, comm=auto measures both and takes the faster",
+        "them; comm=fused may be slower than comm=baseline there, comm=auto measures both and takes the faster",
         f"{P2P_VARIABLE}=1" if is_p2p_off() else "`nvidia-smi topo -p2p r` shows why",
     )
