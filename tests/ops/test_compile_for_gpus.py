@@ -159,6 +159,8 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
         seen(kernel.__name__, made)
 
     monkeypatch.setattr(JITFunction, "run", compile_kernel)
+    # Such a hook of a user gets a kernel's constants as JSON.
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: None)
     monkeypatch.setattr(driver, "_active", NoGpu(of))
     monkeypatch.setattr(devices, "is_nvidia", lambda device: of.target.backend == "cuda")
     monkeypatch.setattr(devices, "capability", lambda device: of.capability)

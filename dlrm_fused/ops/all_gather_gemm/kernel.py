@@ -88,9 +88,15 @@ def _store_tile(product, out, first_out, row, row_is_in, first_column, columns, 
     half: tl.constexpr = TILE.columns // 2
     left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
     column = first_column + tl.arange(0, half)
-    tl.store(rows_of_out + column[None, :], left_half.to(TILE.dtype), mask=row_is_in[:, None] & (column < columns)[None, :])
+    tl.store(
+        rows_of_out + column[None, :], left_half.to(out.dtype.element_ty), mask=row_is_in[:, None] & (column < columns)[None, :]
+    )
     column += half
-    tl.store(rows_of_out + column[None, :], right_half.to(TILE.dtype), mask=row_is_in[:, None] & (column < columns)[None, :])
+    tl.store(
+        rows_of_out + column[None, :],
+        right_half.to(out.dtype.element_ty),
+        mask=row_is_in[:, None] & (column < columns)[None, :],
+    )
 
 
 @triton.jit
@@ -221,7 +227,7 @@ def pushing_gemm_kernel(
         if wait_for_calls(channel, pieces, epoch, fingerprint):
             _push(
                 own_elements, addresses, pieces, counters + 1, depth.to(tl.int64) * shard_rows, pushers, epoch, channel,
-                TILE.dtype, BLOCK,
+                own.dtype, BLOCK,
             )  # fmt: skip
     else:
         _multiply_piece(
@@ -260,7 +266,7 @@ def _add_half(
     if HAS_RESIDUAL:
         places = tl.multiple_of(summands.residual + first_of_row, 16)[:, None] + column[None, :]
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(tl.multiple_of(out + first_of_row, 16)[:, None] + column[None, :], total.to(TILE.dtype), mask=inside)
+    tl.store(tl.multiple_of(out + first_of_row, 16)[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -334,14 +340,14 @@ def sending_gemm_kernel(
     Each program multiplies its first tile of own rows before it looks whether its stores at the peers are done: they are on
     their way meanwhile.
     """
-    element_bytes: tl.constexpr = TILE.dtype.primitive_bitwidth // 8
+    element_bytes: tl.constexpr = x.dtype.primitive_bitwidth // 8
     epoch, number = begin_epoch(channel, counters), tl.program_id(0)
     if number == 0:
         tell_call(channel, pieces, epoch, fingerprint)
     can_send = wait_for_calls(channel, pieces, epoch, fingerprint)
     for shift in range(1, channel.world):
         peer = (channel.rank + shift) % channel.world
-        block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, TILE.dtype)
+        block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, x.dtype)
         number = _multiply_piece(
             x, weight, block, number, tl.num_programs(0), peer * rows, tl.where(can_send, peer + 1, peer) * rows,
             -peer * rows, columns, depth, TRANSPOSED, TILE,

@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.devices import multiprocessors
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.scatter_rows import ItemsByRank
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -137,20 +136,19 @@ class GroupArgs(NamedTuple):
 
 
 class TileArgs(NamedTuple):
-    """The shape of a tile and the dtype of its operands, one constant of a kernel: nothing of :class:`Tiles` that would compile
-    the same code anew."""
+    """The shape of a tile, one constant of a kernel: nothing of :class:`Tiles` that would compile the same code anew, and
+    numbers alone, since Triton writes constants as JSON for hooks that are told of compiled kernels."""
 
     rows: int
     columns: int
     depth: int
     band: int
-    dtype: Any  # of Triton
     tf32: bool  # how fp32 is multiplied; no word for it, since Triton 3.6 takes none out of a tuple into a function
 
 
 def tile_constants(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     """Return the tile, as a constant of a kernel, and how that is compiled."""
-    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, TRITON_DTYPES[dtype], _uses_tf32(dtype))
+    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, _uses_tf32(dtype))
     return {"TILE": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
@@ -254,7 +252,7 @@ def gemm_kernel(
     if GROUPED:
         row_tiles = tl.load(groups.bounds + groups.count)
     column_tiles = tl.cdiv(columns, TILE.columns)
-    element_bytes: tl.constexpr = TILE.dtype.primitive_bitwidth // 8
+    element_bytes: tl.constexpr = x.dtype.primitive_bitwidth // 8
 
     steps = tl.cdiv(depth, TILE.depth)
     steps_of_piece = tl.cdiv(steps, 1 << SPLIT_LEVELS)
@@ -276,10 +274,10 @@ def gemm_kernel(
             left = x.load([first_row, step * TILE.depth])
             if TRANSPOSED:
                 right = weight.load([group, step * TILE.depth, column_tile * TILE.columns]).reshape(TILE.depth, TILE.columns)
-                product = multiply(left, right.to(TILE.dtype), product, TILE.tf32)
+                product = multiply(left, right.to(x.dtype), product, TILE.tf32)
             else:
                 right = weight.load([group, column_tile * TILE.columns, step * TILE.depth]).reshape(TILE.columns, TILE.depth)
-                product = multiply(left, right.to(TILE.dtype).T, product, TILE.tf32)
+                product = multiply(left, right.to(x.dtype).T, product, TILE.tf32)
 
         row = first_row + tl.arange(0, TILE.rows)
         row_bytes = columns.to(tl.int64) * element_bytes
@@ -294,7 +292,7 @@ def gemm_kernel(
                 row_is_in = (row < (peer + 1) * block_rows) & may_store
                 slot = (row - peer * block_rows + channel.rank * block_rows).to(tl.int64)
                 blocks = tl.load(addresses + peer) + announced_offset(channel, peer)
-            rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(TILE.dtype))
+            rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(x.dtype))
         else:
             row_is_in = row < block_rows
             rows_of_out = epilogue.out + row.to(tl.int64) * columns
@@ -310,10 +308,10 @@ def gemm_kernel(
         first_column = column_tile * TILE.columns
         scale_of_group = epilogue.scale + group * columns.to(tl.int64)
         _store_half(
-            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, TILE.dtype, half,
+            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, x.dtype, half,
         )  # fmt: skip
         _store_half(
-            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, TILE.dtype, half,
+            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, x.dtype, half,
         )  # fmt: skip
     if SENDS:
         finish(channel, epoch)

@@ -47,12 +47,12 @@ def weight_gradient_kernel(a, b, out, bounds, factor, tile_rows, groups, a_colum
             right = b.load([begin_row + step * TILE.depth, first_column])
             product = tl.dot(left.T, right, product, input_precision="tf32" if TILE.tf32 else "ieee")
         half: tl.constexpr = COLUMNS // 2
-        if out.dtype.primitive_bitwidth > TILE.dtype.primitive_bitwidth:
+        if out.dtype.primitive_bitwidth > a.dtype.primitive_bitwidth:
             left_half, right_half = halves(product * factor, ROWS, COLUMNS)
-            _store_in_halves(left_half, out, group, first_row, first_column, ROWS, half, TILE.dtype)
-            _store_in_halves(right_half, out, group, first_row, first_column + half, ROWS, half, TILE.dtype)
+            _store_in_halves(left_half, out, group, first_row, first_column, ROWS, half, a.dtype)
+            _store_in_halves(right_half, out, group, first_row, first_column + half, ROWS, half, a.dtype)
         else:
-            _store_in_halves(product * factor, out, group, first_row, first_column, ROWS, COLUMNS, TILE.dtype)
+            _store_in_halves(product * factor, out, group, first_row, first_column, ROWS, COLUMNS, a.dtype)
 
 
 def grouped_weight_gradient(

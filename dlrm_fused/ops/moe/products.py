@@ -60,11 +60,11 @@ def hidden_kernel(x, weight, hidden, activated, groups, columns, depth, GATED: t
                 gate = multiply(left, right.T, gate, TILE.tf32)
                 right = weight.load([2 * group + 1, column, step * TILE.depth]).reshape(half, TILE.depth)
                 up = multiply(left, right.T, up, TILE.tf32)
-            gate, up = upright(gate, TILE.rows).to(TILE.dtype), upright(up, TILE.rows).to(TILE.dtype)
+            gate, up = upright(gate, TILE.rows).to(x.dtype), upright(up, TILE.rows).to(x.dtype)
             hidden.store([first_row, 0, column], gate.reshape(TILE.rows, 1, half))
             hidden.store([first_row, 1, column], up.reshape(TILE.rows, 1, half))
             gate = gate.to(tl.float32)
-            activated.store([first_row, column], (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(TILE.dtype))
+            activated.store([first_row, column], (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(x.dtype))
         else:
             product = no_product(TILE.rows, TILE.columns)
             for step in range(tl.cdiv(depth, TILE.depth)):
@@ -72,12 +72,12 @@ def hidden_kernel(x, weight, hidden, activated, groups, columns, depth, GATED: t
                 right = weight.load([group, column, step * TILE.depth]).reshape(TILE.columns, TILE.depth)
                 product = multiply(left, right.T, product, TILE.tf32)
             left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
-            left_half, right_half = left_half.to(TILE.dtype), right_half.to(TILE.dtype)
+            left_half, right_half = left_half.to(x.dtype), right_half.to(x.dtype)
             hidden.store([first_row, 0, column], left_half.reshape(TILE.rows, 1, half))
             hidden.store([first_row, 0, column + half], right_half.reshape(TILE.rows, 1, half))
             left_half, right_half = left_half.to(tl.float32), right_half.to(tl.float32)
-            activated.store([first_row, column], (left_half * tl.sigmoid(left_half)).to(TILE.dtype))
-            activated.store([first_row, column + half], (right_half * tl.sigmoid(right_half)).to(TILE.dtype))
+            activated.store([first_row, column], (left_half * tl.sigmoid(left_half)).to(x.dtype))
+            activated.store([first_row, column + half], (right_half * tl.sigmoid(right_half)).to(x.dtype))
 
 
 @triton.jit
@@ -119,9 +119,9 @@ def _store_hidden_gradient(gradient, hidden, result, first_row, first_column, co
     slope = rate * (1 + pre * (1 - rate))
     if GATED:
         up = tl.load(places + columns, mask=inside, other=0.0).to(tl.float32)
-        result.store([first_row, 1, first_column], (gradient * pre * rate).to(TILE.dtype).reshape(TILE.rows, 1, half))
+        result.store([first_row, 1, first_column], (gradient * pre * rate).to(result.dtype).reshape(TILE.rows, 1, half))
         slope *= up
-    result.store([first_row, 0, first_column], (gradient * slope).to(TILE.dtype).reshape(TILE.rows, 1, half))
+    result.store([first_row, 0, first_column], (gradient * slope).to(result.dtype).reshape(TILE.rows, 1, half))
 
 
 def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, activated: Tensor) -> None:
