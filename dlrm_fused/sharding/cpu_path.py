@@ -42,8 +42,9 @@ class CpuPath:
         self.exchange, self.shardings = exchange, exchange.shardings
         self._lookups = [compat.lookups(module)[i] for i in self.shardings]
         self._distinct: DistinctBags | None = None
-        if keyed is not None and exchange.workspace.layout.row_dim is not None:
-            self._distinct = DistinctBags(module, exchange.workspace.group, self.shardings, keyed)
+        workspace = exchange.workspace
+        if keyed is not None and workspace.layout.row_dim is not None:
+            self._distinct = DistinctBags(module, workspace.group, self.shardings, keyed, workspace.layout)
 
     @property
     def reads_keys(self) -> bool:

@@ -11,7 +11,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat import torchrec as compat
-from dlrm_fused.ops.embedding_all_to_all import DistinctRows, keys_of_bags
+from dlrm_fused.ops.embedding_all_to_all import DistinctRows, ExchangeLayout, keys_of_bags
 from dlrm_fused.sharding.support import OF_WHOLE_FEATURES
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -56,6 +56,7 @@ class DistinctBags:
     Args:
         shardings: numbers of the sharding types whose pooled embeddings are exchanged.
         keyed: the attribute of :class:`BatchKeys`.
+        layout: of the exchange; it divides into rows.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class DistinctBags:
         group: SymmetricGroup,
         shardings: Sequence[int],
         keyed: Sequence[tuple[str, int]],
+        layout: ExchangeLayout,
     ) -> None:
         self._group = group
         self._has_whole = [_has_whole_features(module, number) for number in shardings]
         by_rank = _whole_features(module, shardings)
         self._rows = _column(by_rank[group.rank])
-        # Features of each rank of another host, in the order of its lookups.
-        self._counts = [len(by_rank[rank]) for rank in group.hosts.remote]
+        # In the order of the lookups, as all here.
+        self._rows_of_own = tuple(layout.rows_of_features(group.rank))
+        self._rows_of_remote = [tuple(layout.rows_of_features(rank)) for rank in group.hosts.remote]
         self._places = torch.tensor([keyed.index(own) for rank in group.hosts.remote for own in by_rank[rank]]).long()
 
     def rows(self, own: Tensor, looked_up: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> DistinctRows:
@@ -92,7 +95,8 @@ class DistinctBags:
             own.index_select(0, self._places),
             remote=self._group.hosts.remote,
             batch_sizes=tuple(batch_sizes),
-            features_of_remote=self._counts,
+            rows=self._rows_of_own,
+            rows_of_remote=self._rows_of_remote,
         )
 
 

@@ -68,6 +68,10 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
     assert run_ranks(4, on_hosts, ONE_AND_THREE, hosts_of_group) == [((0,), (1, 2, 3))] * 4
 
 
+# Tables of 4, 8 and 12 columns.
+SEVERAL_WIDTHS = ["embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=12"]
+
+
 @pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("hosts", "overrides"),
@@ -75,7 +79,7 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         # Six ranks have four tables: two have none.
         (THREE_HOSTS, ["embedding.sharding=table_wise"]),
         (TWO_AND_TWO, MIXED),
-        (ONE_AND_THREE, [*MIXED, "embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=12"]),
+        (ONE_AND_THREE, [*MIXED, *SEVERAL_WIDTHS]),
         pytest.param(ONE_AND_THREE, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
         (ALL_ALONE, [*MIXED, "model.kind=dcnv2"]),
         pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
@@ -148,8 +152,11 @@ def train_and_list_exchanges(config: Config) -> list[bool]:
     return sent_once
 
 
-def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_losses(tmp_path: Path) -> None:
-    settings = [*WITHOUT_AMPLIFIED_ROUNDING, "embedding.sharding=table_wise", f"training.max_steps={FEW_STEPS}"]
+@pytest.mark.parametrize("widths", [[], SEVERAL_WIDTHS], ids=["one width", "several widths"])
+def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_losses(
+    tmp_path: Path, widths: list[str]
+) -> None:
+    settings = [*WITHOUT_AMPLIFIED_ROUNDING, "embedding.sharding=table_wise", f"training.max_steps={FEW_STEPS}", *widths]
     config = small_config(tmp_path / "auto", *settings, "comm=auto")
     for sent_once in run_ranks(4, on_hosts, TWO_AND_TWO, train_and_list_exchanges, config):
         # Batches whose features were sent before the path had its turn have no keys: two each time.

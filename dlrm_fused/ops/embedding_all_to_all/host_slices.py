@@ -202,12 +202,13 @@ class HostSlices:
 
     @lasting_property
     def remote_places(self) -> Tensor:
-        """int64, for each feature of the ranks of other hosts and each local bag: its row where the output is seen as rows of
-        :attr:`ExchangeLayout.row_dim` columns."""
+        """int64, for each row of a feature of the ranks of other hosts and each local bag: its number where the output is seen
+        as rows of :attr:`ExchangeLayout.row_dim` columns."""
         layout = self.places.layout
         dim = layout.row_dim
-        assert dim is not None, "features have several widths"
+        assert dim is not None, "the output does not divide into rows"
         own = [lookup for rank in self._hosts.remote for lookup in layout.lookups[rank] if not lookup.row_wise]
-        columns = torch.tensor([column // dim for lookup in own for column in lookup.columns], dtype=torch.int64)
+        features = [feature for lookup in own for feature in zip(lookup.columns, lookup.dims, strict=True)]
+        rows = torch.tensor([row for column, width in features for row in range(column // dim, (column + width) // dim)])
         bags = torch.arange(self.places.batch_sizes[self._hosts.rank])
-        return (bags * (layout.columns // dim) + columns[:, None]).flatten()
+        return (bags * (layout.columns // dim) + rows.long()[:, None]).flatten()

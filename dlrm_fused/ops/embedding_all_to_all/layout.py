@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
+
+# Columns of a row that is worth to be looked for among others.
+_LEAST_ROW_DIM = 4
 
 
 @dataclass(frozen=True)
@@ -105,15 +109,18 @@ class ExchangeLayout:
 
     @property
     def row_dim(self) -> int | None:
-        """The width of every feature that is not row-wise, by which the output's columns can be divided; None if there is
-        none."""
+        """The most columns by which the output divides into rows of one feature each, row-wise ones left out.
+
+        None if that is fewer than 4, for which to look for rows that are equal is not worth its time, or all are row-wise.
+        """
         own = [lookup for lookups in self.lookups for lookup in lookups if not lookup.row_wise]
-        dims = {dim for lookup in own for dim in lookup.dims}
-        if len(dims) != 1:
-            return None
-        (dim,) = dims
-        fit = all(column % dim == 0 for lookup in own for column in (*lookup.columns, self.columns))
-        return dim if fit else None
+        dim = math.gcd(*(number for lookup in own for number in (*lookup.columns, *lookup.dims, self.columns)))
+        return dim if dim >= _LEAST_ROW_DIM else None
+
+    def rows_of_features(self, rank: int) -> list[int]:
+        """Of how many rows of :attr:`row_dim` columns each feature of a rank's lookups is, row-wise ones left out."""
+        assert self.row_dim is not None, "the output does not divide into rows"
+        return [dim // self.row_dim for lookup in self.lookups[rank] if not lookup.row_wise for dim in lookup.dims]
 
     def slice_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
         """First column of each feature of a lookup in the slices of a rank's results, which have no gaps."""

@@ -168,9 +168,9 @@ class GradientSlices:
         """[bags, width] from :meth:`_compressed`."""
         assert self._distinct is not None
         plan, dim = self._plan, _row_dim(self._workspace)
-        number, features = plan.hosts.remote.index(sender), plan.slices.width // dim
+        number, rows = plan.hosts.remote.index(sender), plan.slices.width // dim
         end = self._distinct.sent_counts[number] * dim
-        own = self._distinct.gradient_of_slice(number, flat[:end].view(-1, dim), plan.bags_of(sender), features)
+        own = self._distinct.gradient_of_slice(number, flat[:end].view(-1, dim), plan.bags_of(sender), rows)
         return own if end == len(flat) else torch.cat([own, flat[end:].view(len(own), -1)], dim=1)
 
     def receive(self) -> None:
@@ -192,7 +192,7 @@ class GradientSlices:
 
 def _row_dim(workspace: EmbeddingWorkspace) -> int:
     dim = workspace.layout.row_dim
-    assert dim is not None, "distinct rows need features of one width"
+    assert dim is not None, "the output does not divide into rows"
     return dim
 
 

@@ -11,9 +11,12 @@ from torch import Tensor
 from dlrm_fused.ops.embedding_all_to_all import DistinctRows, keys_of_bags
 
 DIM = 3
-# Features of each rank's tables; ranks 0 and 1 are on one host.
-FEATURES = (2, 0, 3, 1)
+# Rows of each feature of each rank's tables; ranks 0 and 1 are on one host.
+ROWS = {"one width": ((1, 1), (), (1, 1, 1), (1,)), "several widths": ((2, 1), (), (1, 3, 2), (2,))}
+FEATURES = tuple(map(len, ROWS["one width"]))
 HOSTS = (0, 0, 1, 2)
+
+with_widths = pytest.mark.parametrize("widths", ROWS)
 
 
 def keys(batch_sizes: tuple[int, ...]) -> list[Tensor]:
@@ -22,14 +25,21 @@ def keys(batch_sizes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randint(-1, 4, (features, sum(batch_sizes)), generator=generator) for features in FEATURES]
 
 
-def rows_of_ranks(batch_sizes: tuple[int, ...]) -> list[DistinctRows]:
+def numbers_of_rows(of_features: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """[rows, bags]: another number for each row of a feature, from one for each feature."""
+    numbers = torch.tensor([number for count in rows for number in range(count)])
+    return of_features.repeat_interleave(torch.tensor(rows).long(), 0) * 8 + numbers.long()[:, None]
+
+
+def rows_of_ranks(batch_sizes: tuple[int, ...], rows: tuple[tuple[int, ...], ...]) -> list[DistinctRows]:
     looked_up, starts = keys(batch_sizes), [0, *itertools.accumulate(batch_sizes)]
     found = []
     for rank, host in enumerate(HOSTS):
         remote = tuple(other for other, its in enumerate(HOSTS) if its != host)
         own = torch.cat([looked_up[other][:, starts[rank] : starts[rank + 1]] for other in remote])
-        features = [FEATURES[other] for other in remote]
-        found.append(DistinctRows.of(looked_up[rank], own, remote=remote, batch_sizes=batch_sizes, features_of_remote=features))
+        of_remote = [rows[other] for other in remote]
+        options = {"batch_sizes": batch_sizes, "rows": rows[rank], "rows_of_remote": of_remote}
+        found.append(DistinctRows.of(looked_up[rank], own, remote=remote, **options))
     return found
 
 
@@ -37,9 +47,11 @@ def remote_of(rank: int) -> list[int]:
     return [other for other, host in enumerate(HOSTS) if host != HOSTS[rank]]
 
 
+@with_widths
 @pytest.mark.parametrize("batch_sizes", [(5, 7, 0, 6), (1, 1, 1, 1), (0, 0, 3, 0)])
-def test_every_bag_gets_its_row_and_no_row_goes_twice(batch_sizes: tuple[int, ...]) -> None:
-    looked_up, rows, starts = keys(batch_sizes), rows_of_ranks(batch_sizes), [0, *itertools.accumulate(batch_sizes)]
+def test_every_bag_gets_its_row_and_no_row_goes_twice(batch_sizes: tuple[int, ...], widths: str) -> None:
+    rows, starts = rows_of_ranks(batch_sizes, ROWS[widths]), [0, *itertools.accumulate(batch_sizes)]
+    looked_up = [numbers_of_rows(own, of_rank) for own, of_rank in zip(keys(batch_sizes), ROWS[widths], strict=True)]
     for rank in range(len(HOSTS)):
         arriving = []
         for other in remote_of(rank):
@@ -53,16 +65,18 @@ def test_every_bag_gets_its_row_and_no_row_goes_twice(batch_sizes: tuple[int, ..
         assert torch.equal(torch.cat(arriving)[rows[rank].received], wanted)
 
 
-def test_gradients_of_equal_bags_are_added_up_at_the_first_of_them() -> None:
-    batch_sizes = (5, 7, 4, 6)
-    looked_up, rows, starts = keys(batch_sizes), rows_of_ranks(batch_sizes), [0, *itertools.accumulate(batch_sizes)]
+@with_widths
+def test_gradients_of_equal_bags_are_added_up_at_the_first_of_them(widths: str) -> None:
+    batch_sizes, of_ranks = (5, 7, 4, 6), list(map(sum, ROWS[widths]))
+    rows, starts = rows_of_ranks(batch_sizes, ROWS[widths]), [0, *itertools.accumulate(batch_sizes)]
+    looked_up = [numbers_of_rows(own, of_rank) for own, of_rank in zip(keys(batch_sizes), ROWS[widths], strict=True)]
     sender, receiver = 2, 1
-    bags, features = slice(starts[receiver], starts[receiver + 1]), FEATURES[sender]
-    gradient = torch.randn(sum(FEATURES[other] for other in remote_of(receiver)), batch_sizes[receiver], DIM)
+    bags, features = slice(starts[receiver], starts[receiver + 1]), of_ranks[sender]
+    gradient = torch.randn(sum(of_ranks[other] for other in remote_of(receiver)), batch_sizes[receiver], DIM)
     of_rows = rows[receiver].gradient_of_rows(gradient.flatten(0, 1))[remote_of(receiver).index(sender)]
     number = remote_of(sender).index(receiver)
     found = rows[sender].gradient_of_slice(number, of_rows, bags, features).view(-1, features, DIM)
-    first_feature = sum(FEATURES[other] for other in remote_of(receiver) if other < sender)
+    first_feature = sum(of_ranks[other] for other in remote_of(receiver) if other < sender)
     for feature in range(features):
         own, seen = looked_up[sender][feature, bags], set[int]()
         for bag, key in enumerate(own.tolist()):
