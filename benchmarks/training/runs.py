@@ -62,6 +62,8 @@ def train(config: str, settings: Sequence[str], ranks: int, folder: Path, length
     if hosts == 1:
         _output_of([*_LAUNCHER, "--standalone", f"--nproc-per-node={ranks}", *arguments])
         return measured(folder / "run", config, settings, lengths.warmup)
+    if ranks % hosts:
+        raise SystemExit(f"hosts={hosts}: {ranks} ranks cannot be divided equally")
     folder.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -73,8 +75,11 @@ def train(config: str, settings: Sequence[str], ranks: int, folder: Path, length
         with (folder / f"log_{host}.txt").open("w") as log:
             command = [*_agent(hosts, of_host, meeting), *arguments]
             agents.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-    statuses = [agent.wait() for agent in agents]
+    while not any(statuses := [agent.poll() for agent in agents]) and None in statuses:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
     if any(statuses):
+        for agent in agents:
+            agent.terminate()
         raise SystemExit(_failure(config, settings, folder))
     return measured(folder / "run", config, settings, lengths.warmup)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives, _symmetric_memory
 
+_CU_STREAM_CAPTURE_MODE_RELAXED = 2
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
 # Attention's operations by their names on CPUs: those that torch.utils.flop_counter knows. They have no public name.
@@ -131,6 +133,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """Return the same store through another connection, so that a thread need not wait where another one waits for a key."""
+    return cast(Any, store).clone()  # type: ignore[no-any-return]
+
+
 def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Return a communicator of NCCL that belongs to no process group. Collective.
 
@@ -147,8 +154,20 @@ def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
     """Make sends and receives within one launch of NCCL; its work is in the list afterwards."""
     works: list[dist.Work] = []
     backend._start_coalescing()
-    yield works
-    works.append(backend._end_coalescing())
+    try:
+        yield works
+    finally:
+        works.append(backend._end_coalescing())
+
+
+def let_captures_be() -> None:
+    """Let this thread ask for events while another one captures a CUDA graph, which would otherwise be spoilt.
+
+    A capture in the mode "global", torch's default, forbids it; torch's own threads do the same. Source: CUDA's driver API,
+    ``cuThreadExchangeStreamCaptureMode``.
+    """
+    mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def symmetric_memory_backend(device: torch.device) -> str | None:

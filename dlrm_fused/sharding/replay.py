@@ -153,7 +153,7 @@ class _Capture:
         """Replay the forward pass; return the output, and the loan that the caller keeps until the backward pass."""
         self.workspace.forward_channel.begin_call()
         (output,) = self._graphs.forward(inputs)
-        self.workspace.forward_channel.watch()
+        self.workspace.watch()
         loan = _Loan()
         self._lent = weakref.ref(loan)
         return output, loan
@@ -165,7 +165,7 @@ class _Capture:
             if tables.on_device.rate is not None:
                 tables.on_device.rate.refresh()
         self._graphs.backward(gradient)
-        self.workspace.backward_channel.watch()
+        self.workspace.watch()
 
 
 class _Loan:

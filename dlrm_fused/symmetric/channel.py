@@ -43,7 +43,7 @@ from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.launches import Launches
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.messages import Exchange, LateRankError, Link, Why, without_empty
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 
 # Kernels and the host share these words and values; device.py says what each means.
 _EPOCH, _FAULT, _ABORT = (word.value for word in (device.EPOCH, device.FAULT, device.ABORT))
@@ -156,42 +156,51 @@ class Channel:
             CommunicationError: names the channel, the epoch, this rank and the peer with its host. The channel cannot be used
                 any more.
         """
-        kind, peer, awaited = (int(self._control[word]) for word in (_KIND, _PEER, _AWAITED))
-        lost = self.group.peer_monitor.lost_peer()
-        failure = None if self._link is None else self._link_failure(self._link)
-        if kind == 0 and failure is not None:
-            kind, peer, awaited = failure.why, failure.rank, _ARRIVAL
-        if kind == 0 and lost is None:
+        fault = self._fault()
+        if fault is None:
             return
-        describe = self.group.peer_monitor.describe
-        where = f"channel {self.name}"
+        kind, peer, awaited = fault
+        monitor, describe = self.group.peer_monitor, self.group.peer_monitor.describe
+        where, here, lost = f"channel {self.name}", describe(self.group.rank), monitor.lost_peer()
         if self._control[_KIND]:
             where += f", epoch {self._control[_FAULT_EPOCH]}"
-        here = describe(self.group.rank)
-        if lost is not None and kind != Why.has_refused:  # who refuses ends soon, by its error
-            raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
-        ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
-        if kind == Why.is_gone and self.group.peer_monitor.refused_peer(self._number) == ended:
-            kind, peer = Why.has_refused, ended  # and then left, which ended the wait for another one
         if kind == Why.has_refused:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
+        if lost is not None:
+            raise CommunicationError(f"{where}: {monitor.describe_loss(lost)}")
         if kind == Why.differs:
             raise CommunicationError(
                 f"{where}: {here} and {describe(peer)} differ in shapes or settings; all ranks must make the same calls"
             )
         what = _AWAITED_FOR[awaited]
         if kind == Why.is_gone:
+            ended = describe(self._ended(peer))
             raise CommunicationError(
-                f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {what}; see its messages"
+                f"{where}: {ended} has ended while {here} waited for {describe(peer)} {what}; see its messages"
             )
         raise CommunicationError(
             f"{where}: {here} waited for {describe(peer)} {what}, longer than {self.timeout_seconds:g} s; "
             "that rank is stuck, slower than the limit allows, or makes other calls than this one"
         )
 
-    def _link_failure(self, link: Link) -> LateRankError | None:
-        refused = self.group.peer_monitor.refused_peer(self._number) if link.can_be_captured else None
-        return link.failure if refused is None else LateRankError(refused, Why.has_refused)
+    def _fault(self) -> tuple[int, int, int] | None:
+        """Return a fault, of :class:`Why`, whose rank it is, and what it was awaited for."""
+        kind, peer, awaited = (int(self._control[word]) for word in (_KIND, _PEER, _AWAITED))
+        lost, refused = self.group.peer_monitor.lost_peer(), self.group.peer_monitor.refused_peer(self._number)
+        # The host waits for none of NCCL's messages.
+        link = self._link if self._link is not None and self._link.can_be_captured else None
+        # A rank that refuses ends because of that.
+        if refused is not None and kind == 0 and (link is not None or refused == lost):
+            return Why.has_refused, refused, _READY
+        if refused is not None and kind == Why.is_gone and refused == self._ended(peer):
+            return Why.has_refused, refused, awaited
+        if kind == 0 and link is not None and link.failure is not None:
+            return link.failure.why, link.failure.rank, _ARRIVAL
+        return None if kind == 0 and lost is None else (kind, peer, awaited)
+
+    def _ended(self, peer: int) -> int:
+        """Return the rank whose end has ended a wait for a peer."""
+        return int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
 
     def watch(self) -> None:
         """After the replay of a CUDA graph with exchanges: see that they end within the time limit."""
@@ -258,8 +267,9 @@ class Channel:
     def refuse(self) -> None:
         """Instead of step 1: tell all ranks that this one takes no part in the next epoch, because of an error of its own.
 
-        They raise an error at once instead of waiting. The channel cannot be used any more. On a GPU it waits for the current
-        stream, hence does nothing while a CUDA graph is captured.
+        They raise an error at once instead of waiting. The channel cannot be used any more; nor can any other of the
+        group, where NCCL carries messages between hosts. On a GPU it waits for the current stream, hence only tells ranks of
+        other hosts while a CUDA graph is captured.
         """
         if self.group.device.type == "cpu":
             self.group.peer_monitor.say_refused(self._number)

@@ -8,12 +8,14 @@ Between CPU processes messages go by TCP, :mod:`~dlrm_fused.symmetric.tcp`, betw
 
 from __future__ import annotations
 
+import atexit
+import logging
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -22,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import coalesced, default_store, nccl_backend
+from dlrm_fused.compat.torch import coalesced, default_store, let_captures_be, nccl_backend, own_connection
 from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
+
+logger = logging.getLogger("dlrm_fused")
 
 # The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
@@ -126,16 +130,19 @@ class NcclLink(Link):
 
     def __init__(self, process_group: dist.ProcessGroup, peer_monitor: PeerMonitor, name: str) -> None:
         store = default_store()
+        self._on_gpu, self._is_closed = torch.cuda.is_available(), False
         self._rank, self._size, self._monitor = process_group.rank(), process_group.size(), peer_monitor
         self._nccl: Any = nccl_backend(
             dist.PrefixStore(f"dlrm_fused messages {name}", store), self._rank, self._size, _NCCL_TIMEOUT
         )
-        self._late = dist.PrefixStore(f"dlrm_fused late {name}", store)
-        # Ends kernels of NCCL that wait for a rank that is gone.
-        peer_monitor.on_gone(lambda _: self._nccl.abort())
+        # The thread must not wait where another one waits for a key.
+        self._late = dist.PrefixStore(f"dlrm_fused late {name}", own_connection(store))
+        self._gone: LateRankError | None = None
+        peer_monitor.on_gone(self._end)
         self._watched: queue.SimpleQueue[tuple[torch.cuda.Event, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch_all, name="dlrm_fused messages", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
         return _NcclExchange(self, self._nccl, sent, received)
@@ -144,7 +151,11 @@ class NcclLink(Link):
         self._watched.put((torch.cuda.current_stream().record_event(), deadline))
 
     def close(self) -> None:
+        atexit.unregister(self.close)
+        self._is_closed = True
         self._watched.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     @contextmanager
     def names_failure(self) -> Iterator[None]:
@@ -152,24 +163,33 @@ class NcclLink(Link):
         try:
             yield
         except RuntimeError as error:
-            lost = self._monitor.lost_peer()
-            failure = self.failure if lost is None else LateRankError(lost, Why.is_gone)
+            failure = self.failure or self._gone
             if failure is None:
                 raise
             raise failure from error
 
+    def _end(self, rank: int) -> None:
+        """A rank is gone. Whether it is waited for, or has left in good order at the end, the thread knows."""
+        self._gone = self._gone or LateRankError(rank, Why.is_gone)
+        self._nccl.abort()
+
     def _watch_all(self) -> None:
-        while (watched := self._watched.get()) is not None:
-            if failure := self._wait(*watched):
-                self.failure = failure
-                if self._monitor.lost_peer() is None:  # else it is aborted already
-                    self._nccl.abort()
+        if self._on_gpu:
+            let_captures_be()
+        while self.failure is None and (watched := self._watched.get()) is not None:
+            try:
+                self.failure = self._wait(*watched)
+            except RuntimeError:  # of the device, on which nothing can be waited for any more
+                logger.exception("messages to other hosts are given up")
+                self._nccl.abort()
                 return
+        if self.failure is not None:
+            self._nccl.abort()
 
     def _wait(self, done: torch.cuda.Event, deadline: float) -> LateRankError | None:
         """Wait for an exchange; return why it has to be ended."""
         ask_at, refused_at = time.monotonic() + _ASK_SECONDS, None
-        while not done.query():
+        while not self._is_closed and not done.query():
             time.sleep(_LOOK_SECONDS)
             now, refused = time.monotonic(), self._monitor.any_refused()
             if refused is not None:
@@ -180,18 +200,25 @@ class NcclLink(Link):
                 return LateRankError(self._late_rank(), Why.is_late)
             if now > ask_at:
                 ask_at = now + _ASK_SECONDS
-                if self._late.check(["asked"]):
-                    self._late.set(f"{self._rank} waits", "")
-        return None
+                self._answer()
+        return self._gone  # which has aborted it
+
+    def _answer(self) -> None:
+        """Say that this rank waits, too, if another one asks."""
+        with suppress(RuntimeError):  # the store may be gone, with the process that had it
+            if self._late.check(["asked"]):
+                self._late.set(f"{self._rank} waits", "")
 
     def _late_rank(self) -> int:
         """Return the first rank that does not say that it waits for an exchange, too; the next rank if all do, in different
         ones."""
-        self._late.set(f"{self._rank} waits", "")
-        self._late.set("asked", "")
         others = [(self._rank + shift) % self._size for shift in range(1, self._size)]
-        time.sleep(2 * _ASK_SECONDS)
-        return next((rank for rank in others if not self._late.check([f"{rank} waits"])), others[0])
+        with suppress(RuntimeError):  # as above
+            self._late.set(f"{self._rank} waits", "")
+            self._late.set("asked", "")
+            time.sleep(2 * _ASK_SECONDS)
+            return next((rank for rank in others if not self._late.check([f"{rank} waits"])), others[0])
+        return others[0]
 
 
 class _NcclExchange(Exchange):
@@ -222,12 +249,12 @@ class _NcclExchange(Exchange):
 
 def raise_fault(monitor: PeerMonitor, rank: int, channel: int) -> None:
     """Raise LateRankError if it is known that a rank is waited for in vain."""
-    if monitor.lost_peer() is not None:
-        raise LateRankError(rank, Why.is_gone)
-    # A rank that refused is named before ranks that have left, which end because of it.
+    # A rank that refused ends because of it, and others because of that.
     refused = monitor.refused_peer(channel)
     if refused is not None:
         raise LateRankError(refused, Why.has_refused)
+    if monitor.lost_peer() is not None:
+        raise LateRankError(rank, Why.is_gone)
     # A rank that has just left does not count: what it sent before may still be on its way.
     if monitor.is_gone(rank):
         raise LateRankError(rank, Why.is_gone)

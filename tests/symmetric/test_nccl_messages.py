@@ -24,16 +24,12 @@ class Monitor:
 
     def __init__(self) -> None:
         self.refused: int | None = None
-        self.lost: int | None = None
 
     def on_gone(self, callback: Any) -> None:
         self.gone = callback
 
     def any_refused(self) -> int | None:
         return self.refused
-
-    def lost_peer(self) -> int | None:
-        return self.lost
 
 
 class Nccl:
@@ -79,6 +75,9 @@ def begin(link: NcclLink, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failure_of(link: NcclLink) -> LateRankError:
     assert link._nccl.is_aborted.wait(10.0)
+    until = time.monotonic() + 10.0
+    while link.failure is None and time.monotonic() < until:
+        time.sleep(0.01)
     assert link.failure is not None
     return link.failure
 
@@ -114,11 +113,43 @@ def test_what_arrives_in_time_is_no_failure(links: list[NcclLink], monkeypatch: 
     assert not links[0]._nccl.is_aborted.is_set()
 
 
-def test_errors_of_nccl_say_which_rank_is_lost(links: list[NcclLink]) -> None:
-    links[0]._monitor.lost = 1  # type: ignore[attr-defined]
+def test_a_rank_that_is_gone_is_named_by_who_waits_and_by_nobody_else(
+    links: list[NcclLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(links[0], monkeypatch)
+    time.sleep(0.05)
+    for link in links[:2]:
+        link._monitor.gone(2)  # type: ignore[attr-defined]
+    failure = failure_of(links[0])
+    assert (failure.rank, failure.why) == (2, Why.is_gone)
+    assert links[1]._nccl.is_aborted.is_set()
+    assert links[1].failure is None
+
+
+def test_errors_of_nccl_say_which_rank_is_gone(links: list[NcclLink]) -> None:
+    links[0]._monitor.gone(1)  # type: ignore[attr-defined]
     with pytest.raises(LateRankError) as raised, links[0].names_failure():
         raise RuntimeError("NCCL communicator was aborted")
     assert (raised.value.rank, raised.value.why) == (1, Why.is_gone)
+
+
+def test_a_rank_is_named_although_the_store_is_gone(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(links[0], "_late", SimpleNamespace(check=fail, set=fail))
+    begin(links[0], monkeypatch)
+    failure = failure_of(links[0])
+    assert (failure.rank, failure.why) == (1, Why.is_late)
+
+
+def test_an_error_of_the_device_ends_all_messages(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(links[0]._nccl, "query", fail)
+    begin(links[0], monkeypatch)
+    assert links[0]._nccl.is_aborted.wait(10.0)
 
 
 def test_other_errors_of_nccl_stay(links: list[NcclLink]) -> None:

@@ -215,6 +215,8 @@ class OnlineScorer:
             probabilities = self._probabilities(inputs, history)
         else:
             bucket.graph.replay()
+            if self._product.workspace is not None:
+                self._product.workspace.watch()
             # Weights are compared while the GPU computes.
             if self._buckets.generation != self._weights():
                 bucket.probabilities()
@@ -251,7 +253,8 @@ class OnlineScorer:
         features = len(self._token_features) + len(self._sparse_features)
         bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
         bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
-        if self._device.type == "cuda":
+        workspace = self._product.workspace
+        if self._device.type == "cuda" and (workspace is None or workspace.group.calls_can_be_captured):
             if not self._buckets:
                 weights = self._weights()
                 weights.hold()

@@ -119,6 +119,13 @@ class Workspace:
         for channel in self.channels:
             channel.begin_call()
 
+    def watch(self) -> None:
+        """See that a call ends within the time limit also where NCCL carries messages to other hosts, which waits without end.
+
+        Operators do so by themselves. To be called after the replay of a CUDA graph that has calls of the workspace.
+        """
+        self.channel.watch()
+
     def check_once(self, layout: Hashable, check: Callable[[], None]) -> None:
         """Run the checks of a call, unless one with this layout has passed them. A rank that fails them tells the others,
         which would wait for it."""

@@ -118,7 +118,7 @@ class ExchangeLayout:
         return dim if dim >= _LEAST_ROW_DIM else None
 
     def rows_of_features(self, rank: int) -> list[int]:
-        """Of how many rows of :attr:`row_dim` columns each feature of a rank's lookups is, row-wise ones left out."""
+        """Return the number of rows of :attr:`row_dim` columns of each feature of a rank's lookups, row-wise ones left out."""
         assert self.row_dim is not None, "the output does not divide into rows"
         return [dim // self.row_dim for lookup in self.lookups[rank] if not lookup.row_wise for dim in lookup.dims]
 

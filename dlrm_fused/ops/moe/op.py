@@ -108,6 +108,8 @@ def _forward(
     if not uses_kernels(workspace.device):
         with abort_peers_on_error(workspace.channel):
             _check_ids(workspace, experts)
+    if workspace.group.hosts.are_many and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UsageError(f"{workspace.name}: between hosts a call cannot be captured: the host asks for the sizes of slices")
     is_rounded = w_in.dtype != workspace.dtype
     x, w_in, w_out = aligned(x), aligned(w_in.to(workspace.dtype)), aligned(w_out.to(workspace.dtype))
     steps = workspace.steps

@@ -90,7 +90,7 @@ class HostSteps:
 
 
 class KernelSteps(HostSteps):
-    """The steps on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
+    """The steps on GPUs, and under Triton's interpreter. Nothing waits for the device."""
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), ceil_div(groups.tile_rows, _PAD_ROWS))](
