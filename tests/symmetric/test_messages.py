@@ -298,3 +298,27 @@ def test_a_usage_error_of_one_rank_is_an_error_of_all_that_names_it() -> None:
         assert re.fullmatch(
             r"channel step, epoch \d: rank 3 here did not take part because of an error; see its message", message
         )
+
+
+def refuse_and_end() -> str:
+    """Rank 1 refuses, and ends by its error: its process says no goodbye."""
+    dist.init_process_group("gloo")
+    group = symmetric_group()
+    channel = Channel(group, "channel", 60.0)
+    if group.rank == 1:
+        channel.refuse()
+        return ""
+    until = time.monotonic() + SOON_SECONDS
+    while group.peer_monitor.lost_peer() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert group.peer_monitor.lost_peer() == 1
+    return error_of(lambda: exchange_with_all(channel, 1))
+
+
+@pytest.mark.parametrize("hosts", [APART, (0, 1, 1)], ids=str)
+def test_a_rank_that_refuses_and_then_ends_is_not_said_to_be_lost(hosts: tuple[int, ...]) -> None:
+    first, _, *others = run_ranks(len(hosts), on_hosts, hosts, refuse_and_end)
+    for message in (first, *others):
+        assert re.fullmatch(
+            r"channel channel(, epoch \d)?: rank 1 here did not take part because of an error; see its message", message
+        )
