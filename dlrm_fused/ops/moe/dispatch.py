@@ -385,16 +385,16 @@ def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows
     if group.hosts.are_many:
         _exchange_counts_between_hosts(counts, window)
     first_rows_of_ranks, groups = place_experts(counts, group.rank, tile_rows)
-    first_rows = first_rows_of_ranks[group.rank]
+    first_rows, received = first_rows_of_ranks[group.rank], slots.new_empty(0)
     if group.hosts.are_many:
+        received = _received_rows(counts, first_rows_of_ranks, group.hosts)
         _number_rows_of_slices(first_rows, own, group.hosts)
     receivers = slots // (count // group.world_size)
     targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
     slices = ExpertSlices.none(targets)
     if group.hosts.are_many:
-        by_rank, remote = ItemsByRank.of(targets, rows_per_rank, group.world_size), sorted(group.hosts.remote)
-        received = _received_rows(counts, place_experts(counts, group.rank, tile_rows)[0], group.hosts)
-        sent = torch.cat(list(by_rank.of_ranks(remote).values()))
+        by_rank = ItemsByRank.of(targets, rows_per_rank, group.world_size)
+        sent = torch.cat(list(by_rank.of_ranks(sorted(group.hosts.remote)).values()))
         slices = ExpertSlices(
             _filled_up(sent, slots.numel()), _filled_up(received, rows_per_rank), _counts_of_slices(counts, group.hosts)
         )
