@@ -156,6 +156,9 @@ class Channel:
             CommunicationError: names the channel, the epoch, this rank and the peer with its host. The channel cannot be used
                 any more.
         """
+        link = self._link
+        if not self._control[_KIND] and not self.group.peer_monitor.has_bad_news and (link is None or link.failure is None):
+            return
         fault = self._fault()
         if fault is None:
             return

@@ -100,6 +100,11 @@ class PeerMonitor:
         """Return the first rank that has refused to take part in an exchange of a channel; None if there was none."""
         return self._refused.get(channel)
 
+    @property
+    def has_bad_news(self) -> bool:
+        """Whether a rank is lost, or has refused."""
+        return self._lost is not None or bool(self._refused)
+
     def any_refused(self) -> int | None:
         """Return the first rank that has refused to take part in an exchange of some channel; None if there was none."""
         return next(iter(self._refused.values()), None)
