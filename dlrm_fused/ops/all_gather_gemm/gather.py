@@ -11,7 +11,7 @@ from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.pieces_call import PiecesCall
-from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
 
@@ -72,6 +72,7 @@ def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) ->
     hosts = workspace.group.hosts
     targets = torch.stack([rank * all_rows + (of_slice if rank in hosts.remote else own) for rank in range(ranks)], dim=1)
     received = {rank: torch.arange(rank * rows, (rank + 1) * rows, device=x.device) for rank in hosts.remote}
+    items = torch.arange(all_rows, device=x.device).view(rows, ranks).T.flatten()  # item row * ranks + rank goes to the rank
     scatter_rows(
         x,
         targets.flatten(),
@@ -79,6 +80,7 @@ def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) ->
         rows_per_rank=all_rows,
         repeats=ranks,
         received=received if hosts.are_many else None,
+        by_rank=ItemsByRank.equal(all_rows, all_rows, ranks, workspace.rank * rows, items),
     )
     return gathered
 

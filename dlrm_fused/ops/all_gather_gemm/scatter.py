@@ -11,9 +11,10 @@ from torch import Tensor
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.pieces_call import PiecesCall
-from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
+from dlrm_fused.symmetric.device import uses_kernels
 
 
 def multiply_and_scatter(
@@ -49,6 +50,8 @@ def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: 
         workspace.window_of(workspace.received, fingerprint),
         rows_per_rank=all_rows,
         received={peer: numbers.long() + peer * rows for peer in hosts.remote} if hosts.are_many else None,
+        # Not for host code, which would store this rank's rows, too.
+        by_rank=ItemsByRank.equal(all_rows, all_rows, ranks) if uses_kernels(product.device) else None,
     )
     total = torch.zeros_like(product[:rows])
     for peer in range(ranks):

@@ -204,7 +204,7 @@ class _Call:
         if isinstance(rows, Tensor):
             self.store(peer, offset, rows, self.values(items), self.first_destination + numbers)
             return
-        if self.source_rows is None and self.dtype == self.source.dtype:
+        if self.source_rows is None and self.dtype == self.source.dtype and self.repeats == 1 and self.scale is None:
             torch.index_select(self.source, 0, numbers, out=self.places(peer, offset)[rows])
         else:
             self.places(peer, offset)[rows] = self.values(items)
@@ -254,6 +254,12 @@ class ItemsByRank:
         in_order, order = targets.long().sort()
         bounds = torch.searchsorted(in_order, torch.arange(ranks + 1, device=targets.device) * rows_per_rank)
         return cls(bounds.tolist(), order, in_order, rows_per_rank)
+
+    @classmethod
+    def equal(cls, items: int, rows_per_rank: int, ranks: int, first_row: int = 0, order: Tensor | None = None) -> Self:
+        """Return so many items, in equal blocks: one for each rank, where it begins at ``first_row``."""
+        bounds = range(0, items + 1, items // ranks)
+        return cls(bounds, order, None, rows_per_rank, [first_row] * ranks)
 
     def items(self, rank: int) -> Tensor | slice:
         """Numbers of the items that go to a rank."""

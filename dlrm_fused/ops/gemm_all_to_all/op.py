@@ -14,7 +14,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
-from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
@@ -245,17 +245,18 @@ def _fetch_between_hosts(
     workspace: GemmWorkspace, gradient: Tensor, weight: Tensor, x_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fill x's gradient; return it and the gradient of this rank's product."""
-    blocks, hosts, rows = workspace.results, workspace.group.hosts, len(gradient)
-    numbers = torch.arange(rows, device=gradient.device).chunk(workspace.world_size)
+    blocks, hosts, rows, ranks = workspace.results, workspace.group.hosts, len(gradient), workspace.world_size
+    numbers = torch.arange(rows, device=gradient.device).chunk(ranks)
     scatter_rows(
         gradient,
         _destinations(workspace, rows, in_slices=True),
         workspace.window(blocks, blocks.spare, *gradient.shape, "backward"),
         rows_per_rank=rows,
         received={rank: numbers[rank] for rank in hosts.remote},
+        by_rank=ItemsByRank.equal(rows, rows, ranks, workspace.rank * (rows // ranks)),
     )
     fetched = workspace.rows_of(blocks.spare, *gradient.shape)
-    for part, own in zip(fetched.chunk(workspace.world_size), x_gradient.chunk(workspace.world_size), strict=True):
+    for part, own in zip(fetched.chunk(ranks), x_gradient.chunk(ranks), strict=True):
         torch.mm(part, weight, out=own)  # the same products as within a host, and so the same bits
     return x_gradient, fetched
 
