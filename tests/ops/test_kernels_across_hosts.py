@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ def test_sums_are_the_same_bits_on_all_ranks() -> None:
         assert torch.equal(own["out"], fused[0]["out"])
 
 
-def run_experts(cases: Sequence[Any]) -> Any:
+def run_experts(cases: list[experts.Case]) -> list[tuple[experts.Results, experts.Results]]:
     forbid_sorting()
     return experts.run_cases(cases)
 
