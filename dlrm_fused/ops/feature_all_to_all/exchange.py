@@ -278,7 +278,7 @@ class SentFeatures:
             for rank in messages.ranks:
                 lengths[rank] = messages.lengths(rank, bags[rank])
             words = [
-                [(count, begin) for count, begin in of_rank[: len(exchange.features_of_ranks[rank])]]
+                of_rank[: len(exchange.features_of_ranks[rank])]
                 for rank, of_rank in zip(messages.ranks, exchange._sent_words_on_host.tolist(), strict=True)
             ]
             from_hosts = messages.exchange_values(self._sent[-1], words, [sum(of_runs[rank::world]) for rank in messages.ranks])

@@ -76,7 +76,7 @@ class FeatureMessages:
         lengths = self._received[begin : begin + self._lengths_size(own)].view(self._lengths_dtype)
         return lengths.view(own, self._bags)[:, :bags]
 
-    def exchange_values(self, values: Tensor, sent_words: Sequence[Sequence[tuple[int, int]]], counts: Sequence[int]) -> Tensor:
+    def exchange_values(self, values: Tensor, sent_words: Sequence[Sequence[Sequence[int]]], counts: Sequence[int]) -> Tensor:
         """Send each rank the values of its features, and receive. Collective; on GPUs the current stream waits, not the host.
 
         Args:
@@ -105,7 +105,7 @@ class FeatureMessages:
         return messages[begin : begin + self._words_size + self._lengths_size(slots)]
 
 
-def _gathered(values: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+def _gathered(values: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
     """Return the runs of ``values``, each a count and a begin, one after the other: neighbours need no copy."""
     ends: list[list[int]] = []
     for count, begin in runs:
