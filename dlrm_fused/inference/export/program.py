@@ -14,9 +14,9 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.models.interaction import Interaction
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.models.transformer import TransformerDLRM
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 _EXAMPLES = 3  # rows of the example inputs; 1 would be taken for a constant
@@ -34,7 +34,7 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
     Raises:
         ConfigError: if the model is of a kind that cannot be called without its tables.
     """
-    if not isinstance(model, TransformerDLRM) and not hasattr(model, "logits_of"):
+    if not isinstance(model, HistoryDLRM) and not hasattr(model, "logits_of"):
         raise ConfigError(f"model.kind={config.model.kind.name}: a model without a method logits_of cannot be exported")
     model.sparse_arch = nn.Identity()
     for layer in list(model.modules()):
@@ -48,7 +48,7 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
         torch.zeros(_EXAMPLES, pooled_columns(config.embedding, schema.sparse_features)),
     ]
     shapes: list[Any] = [{0: rows}, {0: rows}]
-    if isinstance(model, TransformerDLRM):
+    if isinstance(model, HistoryDLRM):
         tokens = schema.history_length + 1
         example += [
             torch.zeros(_EXAMPLES * tokens, pooled_columns(config.embedding, schema.token_features)),
@@ -74,7 +74,7 @@ class _Probabilities(nn.Module):
 
     def _logits(self, dense: Tensor, pooled: Tensor, *histories: Tensor) -> Tensor:
         model: Any = self.model
-        if isinstance(model, TransformerDLRM):
+        if isinstance(model, HistoryDLRM):
             # A program's shapes do not depend on histories: padding is computed like real tokens.
             encoded = model.transformer(*histories, token_count=histories[0].shape[0])
             return model.over_arch(model.dense_arch(dense), pooled, encoded)
