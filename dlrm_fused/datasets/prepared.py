@@ -174,9 +174,9 @@ class _Interactions:
     def __init__(self, folder: SetFolder, info: PreparedInfo) -> None:
         self._features = info.schema.token_features
         self._tokens = info.schema.history_length + 1
+        self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
         self._path = folder.root / folder.name / "times.npy"
         self._times = folder.map(self._path.name, [info.interactions], ["int64"]) if info.schema.has_token_times else None
-        self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
 
     def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int], Tensor | None]:
         """Return each token feature's ids in all tokens of b samples, how many each of the b * T tokens has, and the times of
