@@ -42,6 +42,7 @@ class RequestSamples:
         self._dense, self._sparse, self._tokens = samples.dense.to(cpu), samples.sparse.to(cpu), samples.tokens.to(cpu)
         self._labels_shape = samples.labels.shape[1:]
         self._history_lengths = samples.history_lengths.to(cpu).long()
+        self._token_times = None if samples.token_times is None else samples.token_times.to(cpu)
         self._tokens_of_sample = history_length + 1
 
     def __len__(self) -> int:
@@ -74,6 +75,7 @@ class RequestSamples:
             history_lengths=self._history_lengths[:count],
             sample_weights=torch.ones(count),
             token_count=int(self._history_lengths[:count].sum()) + count,
+            token_times=None if self._token_times is None else self._token_times[:count],
         )
 
 
