@@ -138,7 +138,7 @@ class RankingTask(nn.Module):
             # As in forward, not by what the batch has.
             histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
             real = (batch.weights > 0,) if self.expert_layers else ()
-            of_tokens = {"token_count": batch.token_count} if self._reads_histories else {}
+            of_tokens: dict[str, Tensor | int | None] = {"token_count": batch.token_count} if self._reads_histories else {}
             if self._reads_times:
                 of_tokens["token_times"] = batch.token_times
             logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real, **of_tokens)

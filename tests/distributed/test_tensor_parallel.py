@@ -28,6 +28,8 @@ from tests.distributed.launch import run_ranks
 
 SAMPLES, HISTORY, WIDTH = 12, 3, 5
 SHAPE = {"token_width": WIDTH, "d_model": 24, "heads": 12, "layers": 2, "d_ff": 48, "history_length": HISTORY}
+# Heads wide enough for a norm of each.
+OF_HSTU = {"token_width": WIDTH, "d_model": 96, "heads": 12, "layers": 2, "history_length": HISTORY}
 
 
 def transformer(product: LayerProducts | None = None, **changes: int) -> HistoryTransformer:
@@ -37,8 +39,7 @@ def transformer(product: LayerProducts | None = None, **changes: int) -> History
 
 def hstu(product: LayerProducts | None = None) -> Hstu:
     torch.manual_seed(1)
-    shape = {name: size for name, size in SHAPE.items() if name != "d_ff"}
-    model = Hstu(**shape, product=product, reads_times=True)
+    model = Hstu(**OF_HSTU, product=product, reads_times=True)
     with torch.no_grad():
         for block, _ in model.stages():
             for parameter in (block.by_distance, block.by_time, block.gated_norm):
@@ -88,7 +89,7 @@ def on_ranks(encoder: str, tensor_parallel: int, how: str) -> tuple[Tensor, dict
         if how != "unfused":
             memory = symmetric_group(groups.model_parallel)
             rows = SAMPLES * (HISTORY + 1) // 3  # fewer than there are: several calls
-            sizes = {"max_rows": rows, "max_columns": SHAPE["d_model"], "dtype": torch.float32}
+            sizes = {"max_rows": rows, "max_columns": OF_HSTU["d_model"], "dtype": torch.float32}
             if how == "sums":
                 products = replace(products, workspace=GemvWorkspace(memory, name="test", **sizes))
             else:
