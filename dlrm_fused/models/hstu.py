@@ -37,7 +37,7 @@ from dlrm_fused.models.tensor_parallel import (
     RowParallelLinear,
     parameter_of_heads,
 )
-from dlrm_fused.ops.hstu_attention import TIME_BUCKETS, JaggedRows, RelativeBias, hstu_attention
+from dlrm_fused.ops.hstu_attention import BUCKETS, JaggedQueries, RelativeBias, hstu_attention
 
 # Queries, keys, values, and what gates the attention's result.
 _PARTS = 4
@@ -63,14 +63,14 @@ class HstuBlock(HistoryBlock):
         self.experts = None
         self.projection = ColumnParallelLinear(d_model, _PARTS * d_model, product)
         self.by_distance = parameter_of_heads(torch.zeros(heads, tokens), product)
-        self.by_time = parameter_of_heads(torch.zeros(heads, TIME_BUCKETS), product) if reads_times else None
+        self.by_time = parameter_of_heads(torch.zeros(heads, BUCKETS), product) if reads_times else None
         self.gated_norm = parameter_of_heads(torch.ones(heads, self._d_head), product)
         self.out = RowParallelLinear(d_model, d_model, product)
 
     def attend(self, batch: JaggedBatch, normed: Tensor) -> Tensor:
         projected = F.silu(self.projection(normed)).unflatten(-1, (-1, _PARTS, self._d_head))
         queries, keys, values, gates = projected.unbind(2)
-        rows = JaggedRows(batch.bounds, batch.bounds, torch.zeros_like(batch.bounds[1:]), longest=self._tokens)
+        rows = JaggedQueries.among_all(batch.bounds, self._tokens)
         return self._gated(queries, keys, values, gates, rows, batch.times)
 
     def attend_from_candidates(self, batch: JaggedBatch, normed: Tensor, candidates: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ class HstuBlock(HistoryBlock):
         of_candidates = normed.index_select(0, candidates)
         queries, gates = self._parts(of_candidates, weight[:, [0, 3]])
         keys, values = self._parts(normed, weight[:, 1:3])
-        each = torch.arange(batch.candidates.shape[0] + 1, dtype=batch.bounds.dtype, device=normed.device)
-        rows = JaggedRows(batch.bounds, each, batch.candidates.to(batch.bounds.dtype), longest=self._tokens)
+        each = torch.arange(batch.candidates.shape[0] + 1, device=normed.device)
+        rows = JaggedQueries(batch.bounds, each, batch.candidates, self._tokens, most_queries=1)
         return self._gated(queries, keys, values, gates, rows, batch.times)
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class HstuBlock(HistoryBlock):
         return projected.unflatten(-1, (-1, weight.shape[1], self._d_head)).unbind(2)
 
     def _gated(
-        self, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, rows: JaggedRows, times: Tensor | None
+        self, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, rows: JaggedQueries, times: Tensor | None
     ) -> Tensor:
         """Return the attention's result, normed and gated, [queries, heads / ranks, d_head]."""
         own = self._product.of_all_ranks

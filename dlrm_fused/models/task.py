@@ -25,8 +25,8 @@ from dlrm_fused.models.multi_task import task_weights
 # features], sparse features of stride b) to logits [b, labels]. Its attribute `sparse_arch` is the part that looks up
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens, history lengths and `token_count=`
 # of the batch, one whose `reads_times` is true with its `token_times=`, one with layers of experts with [b] bool, false for
-# padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and what follows, which may be compiled,
-# and on GPUs captured as a CUDA graph.
+# padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and what follows, which may be
+# compiled, and on GPUs captured as a CUDA graph.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlrm_fused.models.hstu import Hstu
 from dlrm_fused.models.tensor_parallel import rms_norm
-from dlrm_fused.ops.hstu_attention import TIME_BUCKETS
+from dlrm_fused.ops.hstu_attention import BUCKETS
 
 HISTORY, WIDTH, TOKENS = 4, 6, 5
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -50,7 +50,7 @@ def by_the_equations(model: Hstu, vectors: Tensor, lengths: Tensor, of_times: Te
     seconds = (of_times[:, :, None] - of_times[:, None]).clamp(min=1).double()
     # Two buckets an octave: in the upper one is the upper half of its numbers.
     octave = seconds.log2().floor()
-    bucket = (2 * octave + (seconds >= 1.5 * 2**octave)).long().clamp(max=TIME_BUCKETS - 1)
+    bucket = (2 * octave + (seconds >= 1.5 * 2**octave)).long().clamp(max=BUCKETS - 1)
     x = model.input(vectors) + model.positions[(last - places).clamp(min=0)]
     for block, _ in model.stages():
         projected = torch.nn.functional.silu(rms_norm(x, block.attention_norm) @ block.projection.weight.T)
