@@ -38,7 +38,7 @@ _MEAN_BITS = 16
 _GROUPS = 8
 _RESPONSES = 2
 _GAPS = 32
-# Between two tokens lie less than 2 ** 21 seconds, 24 days.
+# Less than 2 ** 21 seconds, 24 days, lie between two tokens.
 _SECONDS_BITS = 21
 # Tables of which a segment's rule reads the pattern at once; distance of a segment's means from 0 in standard deviations.
 _RULE_TABLES = 6
@@ -240,7 +240,7 @@ class _DrawnHistory:
     Attributes:
         lengths: [b] int64 interactions before the candidate.
         ids, responses, gaps: [b, T] int32.
-        seconds: [b, T] int64, from the token before, 1 or more; from the begin of 1970 for the first.
+        seconds: [b, T] int64, from the token before, 1 or more; from the beginning of 1970 for the first.
         score: [b] int64, what the history adds to the logit before shifting and scaling.
     """
 
