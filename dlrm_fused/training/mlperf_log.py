@@ -35,17 +35,9 @@ def mlperf_facts(config: Config, dataset: Dataset, device: torch.device, world_s
     dense, schedule = training.dense_optimizer, training.schedule
     samples = dataset.samples(evaluation.split)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    of_optimizer: dict[DenseOptimizerKind, dict[str, float | str]] = {
-        DenseOptimizerKind.adagrad: {
-            "opt_adagrad_epsilon": dense.eps,
-            "opt_adagrad_initial_accumulator_value": 0,
-            "opt_adagrad_learning_rate_decay": 0,
-        },
-        DenseOptimizerKind.adam: {
-            "opt_adam_beta_1": dense.beta1,
-            "opt_adam_beta_2": dense.beta2,
-            "opt_adam_epsilon": dense.eps,
-        },
+    of_optimizers: dict[DenseOptimizerKind, dict[str, float]] = {
+        DenseOptimizerKind.adagrad: {"epsilon": dense.eps, "initial_accumulator_value": 0, "learning_rate_decay": 0},
+        DenseOptimizerKind.adam: {"beta_1": dense.beta1, "beta_2": dense.beta2, "epsilon": dense.eps},
     }
     return {
         "submission_benchmark": "dlrm" if kind is ModelKind.dlrm else f"dlrm_{kind.name}",
@@ -62,7 +54,7 @@ def mlperf_facts(config: Config, dataset: Dataset, device: torch.device, world_s
         "opt_name": dense.kind.name,
         "opt_base_learning_rate": dense.learning_rate,
         "opt_weight_decay": dense.weight_decay,
-        **of_optimizer.get(dense.kind, {}),
+        **{f"opt_{dense.kind.name}_{key}": value for key, value in of_optimizers.get(dense.kind, {}).items()},
         "opt_sparse_name": sparse.kind.name,
         "opt_sparse_base_learning_rate": sparse.learning_rate,
         "opt_learning_rate_warmup_steps": schedule.warmup_steps,
