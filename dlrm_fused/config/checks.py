@@ -146,6 +146,9 @@ def _training(config: Config) -> Iterator[_Check]:
     allowed = "1 or more, since training.target_auc is checked by evaluations"
     yield not config.training.target_auc or every > 0, "evaluation.every_steps", allowed
     yield not patience or every > 0, "evaluation.every_steps", f"1 or more with evaluation.patience={patience}"
+    is_evaluated = every > 0 or config.data.windows is not Windows.none
+    allowed = "1 or more with telemetry.mlperf_log=true, which tells of evaluations"
+    yield is_evaluated or not config.telemetry.mlperf_log, "evaluation.every_steps", allowed
     allowed = f"true with evaluation.patience={patience}, since the best checkpoint is the one to keep then"
     yield not patience or config.checkpoint.keep_best, "checkpoint.keep_best", allowed
     starts_later = not schedule.decay_steps or schedule.decay_start_step >= schedule.warmup_steps

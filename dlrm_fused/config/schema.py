@@ -313,6 +313,8 @@ class TelemetryConfig:
     log_every_steps: int = setting(50, at_least(1))
     # First and last step (inclusive) of a torch.profiler trace; empty takes none.
     profile_steps: list[int] = setting([])
+    # Also write the course of the run to mlperf.log, in the lines of MLPerf Training.
+    mlperf_log: bool = False
 
 
 @dataclass
