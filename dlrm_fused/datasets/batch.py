@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -110,3 +111,14 @@ def sparse_from_features(
         # Known here without asking the device for it later.
         length_per_key=[column.size for column in ids],
     )
+
+
+def select_bags(bags: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+    """Return these bags, [n] int64, of each key, in their order; on the CPU."""
+    keys = bags.keys()
+    lengths = bags.lengths().view(len(keys), -1)[:, chosen].flatten().long()
+    starts = bags.offsets()[:-1].view(len(keys), -1)[:, chosen].flatten().long()
+    # Places count from each bag's start.
+    shifts = starts - pad(lengths.cumsum(0), (1, 0))[:-1]
+    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+    return KeyedJaggedTensor(keys=keys, values=bags.values()[places], lengths=lengths.int(), stride=len(chosen))
