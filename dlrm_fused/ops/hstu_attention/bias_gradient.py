@@ -53,7 +53,7 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
         """Return the bytes of the steps that are loaded ahead, and of the tile that is added along its diagonals."""
         return size * columns * tiles.stages * (tiles.rows + tiles.keys) + 4 * tiles.rows * tiles.keys
 
-    tiles = fitted(Tiles(64, 64, 4, 2) if size == 2 else Tiles(32, 32, 4, 1), memory, call)
+    tiles = fitted(Tiles(64, 64, 8, 2) if size == 2 else Tiles(32, 32, 4, 1), memory, call)
     block = min(tiles.rows, tiles.keys)
     diagonals = ceil_div(call.batch.longest - 1, block) + 1
     programs = _PROGRAMS * gpu_of(gradient.device).multiprocessors
