@@ -49,7 +49,7 @@ class Case:
         )._replace(**changes)
 
     def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Queries, keys, values, the tables that there are, and the gradient of the result: equal up to rounding of ``dtype``."""
+        """Queries, keys, values, the tables that there are, and the gradient of the result: the same numbers in ``dtype``."""
         generator = torch.Generator().manual_seed(self.seed)
         rows, of_queries, d_v = sum(self.lengths), sum(self.queries or self.lengths), self.d_v or self.d
 
@@ -94,7 +94,14 @@ def bucket(seconds: int) -> int:
 
 
 def pair_by_pair(
-    queries: Tensor, keys: Tensor, values: Tensor, batch: JaggedQueries, *, scale: float, divisor: float, bias: RelativeBias | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: JaggedQueries,
+    *,
+    scale: float,
+    divisor: float,
+    bias: RelativeBias | None,
 ) -> Tensor:
     """The formula, one pair of places at a time."""
     result = torch.zeros(*queries.shape[:2], values.shape[2], dtype=values.dtype)

@@ -65,7 +65,8 @@ def test_what_a_place_gets_does_not_depend_on_what_follows() -> None:
     long, short = Case((9,)), Case((6,))
     *inputs, _ = long.tensors(torch.float64)
     bias, numbers = long.bias(inputs[3:]), long.numbers()
-    assert bias is not None and bias.times is not None
+    assert bias is not None
+    assert bias.times is not None
     whole = reference(*inputs[:3], long.batch(), **numbers, bias=bias)
     begin = reference(*(x[:6] for x in inputs[:3]), short.batch(), **numbers, bias=bias._replace(times=bias.times[:6]))
     torch.testing.assert_close(whole[:6], begin, rtol=1e-12, atol=1e-12)
@@ -111,8 +112,14 @@ ROWS = torch.zeros(5, 2, 16)
 BATCH = JaggedQueries.among_all(bounds_of((2, 3)), 3)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"queries": ROWS[0]}, "queries has shape [2, 16]; needed is [rows, heads, columns]"),
-    "dtype": ({"values": ROWS.double()}, "values has dtype torch.float64; allowed: torch.float32, torch.bfloat16, torch.float16"),
-    "dtypes": ({"keys": ROWS.half()}, "keys: torch.float16 on cpu; needed are dtype and device of queries, torch.float32 on cpu"),
+    "dtype": (
+        {"values": ROWS.double()},
+        "values has dtype torch.float64; allowed: torch.float32, torch.bfloat16, torch.float16",
+    ),
+    "dtypes": (
+        {"keys": ROWS.half()},
+        "keys: torch.float16 on cpu; needed are dtype and device of queries, torch.float32 on cpu",
+    ),
     "heads": ({"keys": ROWS[:, :1]}, "keys has shape [5, 1, 16]; needed are heads and columns of queries, [5, 2, 16]"),
     "rows": ({"values": ROWS[:4]}, "values has shape [4, 2, 16]; needed are rows and heads of keys, [5, 2, 16]"),
     "bounds": (
