@@ -563,7 +563,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
 
 
 # Long ones: products in fp32, and those of pieces, are many instructions.
-LONG = {"gemm_fp32", "gemm_combine_fp8", "products_of_pieces", "products_of_pieces_fp32"}
+LONG = {"gemm_fp32", "gemm_combine_fp8", "hstu_attention_fp32", "products_of_pieces", "products_of_pieces_fp32"}
 # They read float8_e4m3fn, which needs compute capability 8.9.
 WITH_FLOAT8 = {"gemm_combine_fp8", "gemm_split_fp8"}
 
@@ -575,9 +575,9 @@ def is_possible(name: str, architecture: str) -> bool:
 # In `make test-all`: what differs most from Hopper, in little time.
 SLOW = {
     "sm_80": LAUNCHES.keys() - LONG,
-    "sm_90": {"gemm_fp32", "gemm_combine_fp8", "products_of_small_pieces", "products_of_pieces_fp32"},
+    "sm_90": {"gemm_fp32", "gemm_combine_fp8", "hstu_attention_fp32", "products_of_small_pieces", "products_of_pieces_fp32"},
     "sm_120": LAUNCHES.keys() - LONG - {"products_of_small_pieces"},
-    "gfx942": {"lookup", "update_rowwise_adagrad", "gemv_one_shot", "feature_exchange", "attention"},
+    "gfx942": {"lookup", "update_rowwise_adagrad", "gemv_one_shot", "feature_exchange", "attention", "hstu_attention"},
 }
 
 
@@ -781,10 +781,9 @@ def test_attention_fits_in_shared_memory(architecture: str, d_head: int, dtype: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("d", [16, 32, 64, 96, 128, 256])
-@pytest.mark.parametrize("biases", ["", "distance", "distance, time"])
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_hstu_attention_fits(architecture: str, d: int, biases: str, dtype: torch.dtype, compiled: dict[str, Any]) -> None:
-    launch_hstu_attention(dtype, d, biases, has_targets=True)
+def test_hstu_attention_fits(architecture: str, d: int, dtype: torch.dtype, compiled: dict[str, Any]) -> None:
+    launch_hstu_attention(dtype, d, "distance, time", has_targets=True)
     for kernel in compiled.values():
         check_limits(kernel, ARCHITECTURES[architecture])

@@ -59,7 +59,7 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
     call.launch(
         biases_gradient_kernel, groups * call.heads * diagonals, (Rows.of(gradient), distances, times),
         (groups, call.batch.samples, diagonals, call.heads, call.scale, 1 / call.divisor),
-        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=tiles.warps, num_stages=tiles.stages,
+        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=block // 8, num_stages=tiles.stages,
     )  # fmt: skip
     of_table = of_buckets = None
     if of_distances and by_distance is not None:
@@ -162,8 +162,8 @@ def biases_gradient_kernel(
             if OF_DISTANCES:
                 total += of_scores
             if OF_TIMES:
-                for number in range(tl.min(tl.min(buckets, 1), 0), tl.max(tl.max(buckets, 1), 0) + 1):
-                    of_bucket = tl.sum(tl.sum(tl.where(buckets == number, of_scores, 0.0), 1), 0)
+                for number in range(tl.min(buckets), tl.max(buckets) + 1):
+                    of_bucket = tl.sum(tl.where(buckets == number, of_scores, 0.0))
                     time_total += tl.where(bucket == number, of_bucket, 0.0)
     place = (group * heads + head).to(tl.int64) * diagonals + diagonal
     if OF_DISTANCES:

@@ -28,7 +28,7 @@ _LEAST = 16  # rows or columns of a product
 
 
 class Tiles(NamedTuple):
-    """How a kernel runs: rows of queries and of keys that meet in a step, its warps, and steps that are loaded ahead."""
+    """A kernel's shape: rows of queries and of keys that meet in a step, its warps, and steps that are loaded ahead."""
 
     rows: int
     keys: int

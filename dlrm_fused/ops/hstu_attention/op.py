@@ -80,11 +80,15 @@ def _call(
     scale: float,
     divisor: float,
 ) -> Call:
+    queries, keys, values = _rows_contiguous(queries), _rows_contiguous(keys), _rows_contiguous(values)
     bias = RelativeBias(*(one if one is None else _rows_contiguous(one) for one in (by_distance, by_time, times)))
-    rows = (_rows_contiguous(one) for one in (queries, keys, values))
-    bounds = (one if one is None else one.contiguous() for one in (batch.key_bounds, batch.query_bounds, batch.first_places))
-    targets = None if batch.targets_from is None else batch.targets_from.contiguous()
-    return Call(*rows, JaggedQueries(*bounds, batch.longest, targets, batch.most_queries), bias, scale, divisor)
+    batch = batch._replace(
+        key_bounds=batch.key_bounds.contiguous(),
+        query_bounds=batch.query_bounds.contiguous(),
+        first_places=batch.first_places.contiguous(),
+        targets_from=None if batch.targets_from is None else batch.targets_from.contiguous(),
+    )
+    return Call(queries, keys, values, batch, bias, scale, divisor)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
