@@ -30,8 +30,8 @@ _dot_of_numbers = interpreter.InterpreterBuilder.create_dot
 
 
 def quicken() -> None:
-    """Replace the interpreter's slowest functions by equal ones that compute once what never changes, and products of bf16, whose
-    bits the interpreter multiplies as integers.
+    """Replace the interpreter's slowest functions by equal ones that compute once what never changes, and its product of bf16,
+    which multiplies bits as integers.
 
     That no int32 overflows, for which the interpreter computes each sum in int64 once more, is checked where CHECK_OVERFLOW=1.
     """

@@ -45,13 +45,7 @@ def queries_gradient(call: Call, gradient: Tensor) -> Tensor:
     result = torch.empty(call.queries.shape, dtype=call.queries.dtype, device=call.queries.device)
     if result.numel() == 0:
         return result
-    size, columns = call.values.element_size(), sum(call.widths)
-
-    def memory(tiles: Tiles) -> int:
-        """Return the bytes of queries and gradients, of the steps that are loaded ahead, and of scores."""
-        return size * columns * (tiles.rows + tiles.stages * tiles.keys) + 4 * tiles.rows * tiles.keys
-
-    tiles = fitted(Tiles(128, 64, 8, 2) if size == 2 else Tiles(32, 32, 4, 2), memory, call)
+    tiles = fitted(Tiles(128, 64, 8, 2), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
     query_tiles = ceil_div(call.batch.most, tiles.rows)
     call.launch(
         queries_gradient_kernel, call.pairs * query_tiles, (Rows.of(gradient), Rows.of(result)),
@@ -67,14 +61,8 @@ def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Ten
     of_values = torch.empty(call.values.shape, dtype=call.values.dtype, device=call.values.device)
     if len(gradient) == 0 or of_values.numel() == 0:
         return of_keys.zero_(), of_values.zero_()
-    size, columns = call.values.element_size(), sum(call.widths)
-
-    def memory(tiles: Tiles) -> int:
-        """Return the bytes of keys and values, of the steps that are loaded ahead, and of scores and their gradients."""
-        return size * columns * (tiles.keys + tiles.stages * tiles.rows) + 2 * size * tiles.rows * tiles.keys
-
-    warps = 8 if columns > 128 else 4
-    tiles = fitted(Tiles(64, 64, warps, 2) if size == 2 else Tiles(32, 32, 4, 2), memory, call)
+    warps = 8 if sum(call.widths) > 128 else 4
+    tiles = fitted(Tiles(64, 64, warps, 2), call, kept=lambda tiles: tiles.keys, stepped=lambda tiles: tiles.rows)
     key_tiles = ceil_div(call.batch.longest, tiles.keys)
     call.launch(
         keys_gradient_kernel, call.pairs * key_tiles, (Rows.of(gradient), Rows.of(of_keys), Rows.of(of_values)),
@@ -207,8 +195,8 @@ def keys_gradient_kernel(
     first = number * KEYS
     if first < count:
         row = tl.arange(0, KEYS)
-        j = first + row
-        inside = j < count
+        inside = first + row < count
+        j = tl.minimum(first + row, count - 1)  # so that biases of rows that are none are read where some are
         key = load_tile(at_head(keys, first_key, head), keys.of_row, first, row, inside, True, D, COLUMNS)
         value = load_tile(at_head(values, first_key, head), values.of_row, first, row, inside, True, D_V, VALUE_COLUMNS)
         time_j = times_of(bias, first_key, j, inside, BY_TIME)

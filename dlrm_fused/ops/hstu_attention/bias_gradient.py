@@ -1,10 +1,10 @@
-"""The gradients of the biases of HSTU's attention, for GPUs: sums of the scores' gradients over all pairs of a distance, or of a
-bucket of times, of all samples.
+"""The gradients of the biases of HSTU's attention, for GPUs: sums of the scores' gradients over all pairs of places with a
+distance, or a bucket of times, of all samples.
 
-Pairs of a distance i - j lie on a diagonal. A program walks the tiles that lie on one diagonal of tiles, of some samples and one
-head. As each tile covers the same distances, the tiles are simply added up, and the sum of tiles is added along its diagonals once,
-at the end. Buckets differ from tile to tile: of each the program adds up, one by one, those that occur. It stores its sums in a
-place of its own, and torch adds them: without atomics, in one order.
+Pairs of a distance i - j lie on a diagonal. A program walks the tiles that lie on one diagonal of tiles, of some samples and
+one head. As each of them covers the same distances, the tiles are simply added up, and their sum is added along its diagonals
+once, at the end. Buckets differ from tile to tile: the program adds up, one by one, those that occur in a tile. It stores its
+sums in a place of its own, and torch adds them: without atomics, in one order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from dlrm_fused.ops.hstu_attention.reference import BUCKETS
 from dlrm_fused.symmetric.launches import ceil_div
 
 _BUCKETS = tl.constexpr(BUCKETS)
-_PROGRAMS = 8  # for each multiprocessor, about; the longest diagonal has twice the tiles of a mean one
+# At most so many, for each multiprocessor, and at least one for each diagonal of tiles and head.
+_PROGRAMS = 8
 
 
 def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -47,27 +48,20 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
     by_distance, by_time = call.bias.by_distance, call.bias.by_time
     if gradient.numel() == 0:
         return _zeros(by_distance, of_distances), _zeros(by_time, of_times)
-    size, columns = call.values.element_size(), sum(call.widths)
-
-    def memory(tiles: Tiles) -> int:
-        """Return the bytes of the steps that are loaded ahead, and of the tile that is added along its diagonals."""
-        return size * columns * tiles.stages * (tiles.rows + tiles.keys) + 4 * tiles.rows * tiles.keys
-
-    tiles = fitted(Tiles(64, 64, 4, 2) if size == 2 else Tiles(32, 32, 4, 1), memory, call)
+    tiles = fitted(Tiles(64, 64, 8, 2), call, kept=lambda tiles: 0, stepped=lambda tiles: tiles.rows + tiles.keys)
     block = min(tiles.rows, tiles.keys)
     diagonals = ceil_div(call.batch.longest - 1, block) + 1
-    programs = _PROGRAMS * gpu_of(gradient.device).multiprocessors
-    groups = min(call.batch.samples, ceil_div(programs, call.heads * diagonals))
+    groups = groups_of_samples(call, diagonals)
     shape = groups, call.heads, diagonals
     any_sums = torch.empty(0, dtype=torch.float32, device=gradient.device)
-    distances = any_sums.new_empty(*shape, 2 * block) if of_distances else any_sums
-    times = any_sums.new_empty(*shape, BUCKETS) if of_times else any_sums
+    distances = any_sums.new_empty((*shape, 2 * block)) if of_distances else any_sums
+    times = any_sums.new_empty((*shape, BUCKETS)) if of_times else any_sums
     call.launch(
         biases_gradient_kernel, groups * call.heads * diagonals, (Rows.of(gradient), distances, times),
         (groups, call.batch.samples, diagonals, call.heads, call.scale, 1 / call.divisor),
-        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=tiles.warps, num_stages=tiles.stages,
+        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=block // 8, num_stages=tiles.stages,
     )  # fmt: skip
-    of_table = by_time_sums = None
+    of_table = of_buckets = None
     if of_distances and by_distance is not None:
         # Half of what a block of diagonals has sums for are distances of the block before it.
         first, second = distances.sum(0).unflatten(-1, (2, block)).unbind(2)
@@ -76,8 +70,14 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
         found = min(diagonals * block, by_distance.shape[1])
         of_table[:, :found] = second.flatten(1)[:, :found]
     if of_times and by_time is not None:
-        by_time_sums = times.sum((0, 2)).to(by_time.dtype)
-    return of_table, by_time_sums
+        of_buckets = times.sum((0, 2)).to(by_time.dtype)
+    return of_table, of_buckets
+
+
+def groups_of_samples(call: Call, diagonals: int) -> int:
+    """Return into how many groups samples are divided, so that all multiprocessors have work."""
+    programs = _PROGRAMS * gpu_of(call.queries.device).multiprocessors
+    return min(call.batch.samples, ceil_div(programs, call.heads * diagonals))
 
 
 def _zeros(bias: Tensor | None, is_wanted: bool) -> Tensor | None:
@@ -162,8 +162,8 @@ def biases_gradient_kernel(
             if OF_DISTANCES:
                 total += of_scores
             if OF_TIMES:
-                for number in range(tl.min(tl.min(buckets, 1), 0), tl.max(tl.max(buckets, 1), 0) + 1):
-                    of_bucket = tl.sum(tl.sum(tl.where(buckets == number, of_scores, 0.0), 1), 0)
+                for number in range(tl.min(buckets), tl.max(buckets) + 1):
+                    of_bucket = tl.sum(tl.where(buckets == number, of_scores, 0.0))
                     time_total += tl.where(bucket == number, of_bucket, 0.0)
     place = (group * heads + head).to(tl.int64) * diagonals + diagonal
     if OF_DISTANCES:

@@ -28,7 +28,7 @@ _LEAST = 16  # rows or columns of a product
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: rows of queries and of keys that meet in a step, warps of a program, and tiles that are loaded ahead."""
+    """A kernel's shape: rows of queries and of keys that meet in a step, its warps, and steps that are loaded ahead."""
 
     rows: int
     keys: int
@@ -150,9 +150,9 @@ class Call(NamedTuple):
         launch_again(layout, kernel, (programs,), *arguments, *numbers, **constants)
 
 
-def padded(columns: int) -> int:
-    """Return the columns that a kernel pads so many to."""
-    return max(_LEAST, next_power_of_2(columns))
+def padded(size: int) -> int:
+    """Return the rows or columns of a product that has room for so many."""
+    return max(_LEAST, next_power_of_2(size))
 
 
 def forward(call: Call) -> Tensor:
@@ -160,7 +160,7 @@ def forward(call: Call) -> Tensor:
     out = torch.empty(*call.queries.shape[:2], call.values.shape[2], dtype=call.values.dtype, device=call.values.device)
     if out.numel() == 0:
         return out
-    tiles = _forward_tiles(call)
+    tiles = fitted(Tiles(128, 64, 8, 3), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
     query_tiles = ceil_div(call.batch.most, tiles.rows)
     call.launch(
         forward_kernel, call.pairs * query_tiles, (Rows.of(out),),
@@ -170,26 +170,33 @@ def forward(call: Call) -> Tensor:
     return out
 
 
-def _forward_tiles(call: Call) -> Tiles:
-    size, columns = call.values.element_size(), sum(call.widths)
+def fitted(tiles: Tiles, call: Call, *, kept: Callable[[Tiles], int], stepped: Callable[[Tiles], int]) -> Tiles:
+    """Return the tiles of a kernel for which a multiprocessor's shared memory is enough.
 
-    def memory(tiles: Tiles) -> int:
-        """Return the bytes of queries, of keys and values of the steps that are loaded ahead, and of shares."""
-        return size * columns * (tiles.rows + tiles.stages * tiles.keys) + 4 * tiles.rows * tiles.keys
-
-    return fitted(Tiles(128, 64, 8, 3) if size == 2 else Tiles(32, 32, 4, 2), memory, call)
-
-
-def fitted(tiles: Tiles, memory: Callable[[Tiles], int], call: Call) -> Tiles:
-    """Return tiles for which a multiprocessor's shared memory is enough, with as few rows of queries as there may be.
+    There are the rows that a program keeps, those of the steps that are loaded ahead, and biases of a step; and never more
+    rows of queries than a sample may have.
 
     Args:
-        tiles: the fastest, where there is room.
-        memory: the bytes that tiles need.
+        tiles: the fastest for operands of 16 bits, where there is room.
+        kept: of tiles, how many rows of both widths a program keeps.
+        stepped: of tiles, how many it loads in a step.
     """
+    size, columns = call.values.element_size(), sum(call.widths)
+    if size > 2 and not uses_tf32(call.values.dtype):
+        # Sums of products without tensor cores have their operands in registers.
+        tiles = tiles._replace(rows=32, keys=32, warps=8 if columns > 128 else 4)
+    elif columns > 256:
+        tiles = tiles._replace(rows=min(tiles.rows, 64), keys=min(tiles.keys, 64), warps=8)
     tiles = tiles._replace(rows=min(tiles.rows, padded(max(1, call.batch.most))))
+    biases = sum(one is not None for one in (call.bias.by_distance, call.bias.by_time))
     room = room_of_program(gpu_of(call.values.device).shared_memory)
-    while memory(tiles) > room and tiles != (smaller := _shrunk(tiles)):
+
+    def memory() -> int:
+        """Return the bytes of a program."""
+        of_rows = size * columns * (kept(tiles) + tiles.stages * stepped(tiles))
+        return of_rows + 4 * tiles.rows * tiles.keys * max(biases, 1)
+
+    while memory() > room and tiles != (smaller := _shrunk(tiles)):
         tiles = smaller
     return tiles
 
