@@ -163,7 +163,8 @@ def _check_batch(queries: Tensor, batch: JaggedQueries) -> None:
             )
         if list(x.shape) != [size]:
             raise UsageError(
-                f"hstu_attention: batch.{name} has shape {list(x.shape)}; needed is [{size}], with {samples} samples by first_places"
+                f"hstu_attention: batch.{name} has shape {list(x.shape)}; needed is [{size}], with {samples} samples by "
+                "first_places"
             )
     if batch.longest < 0 or (batch.most_queries or 0) < 0:
         raise UsageError(
@@ -181,18 +182,19 @@ def _check_bias(queries: Tensor, keys: Tensor, bias: RelativeBias, longest: int)
     by_distance, by_time, times = bias
     if by_distance is not None and (by_distance.dim() != 2 or by_distance.shape[0] != heads or by_distance.shape[1] < longest):
         raise UsageError(
-            f"hstu_attention: bias.by_distance has shape {list(by_distance.shape)}; needed is [heads, P], here {heads} heads, and "
-            f"P at least the longest sample, {longest}"
+            f"hstu_attention: bias.by_distance has shape {list(by_distance.shape)}; needed is [heads, P], here {heads} heads, "
+            f"and P at least the longest sample, {longest}"
         )
     if by_time is not None and list(by_time.shape) != [heads, BUCKETS]:
         raise UsageError(
-            f"hstu_attention: bias.by_time has shape {list(by_time.shape)}; needed is [heads, BUCKETS], here [{heads}, {BUCKETS}]"
+            f"hstu_attention: bias.by_time has shape {list(by_time.shape)}; needed is [heads, BUCKETS], here "
+            f"[{heads}, {BUCKETS}]"
         )
     if (by_time is None) != (times is None):
         there, missing = ("times", "by_time") if by_time is None else ("by_time", "times")
         raise UsageError(f"hstu_attention: bias.{there} is given without bias.{missing}; give both, or neither")
-    if times is not None and (times.dtype != torch.int64 or list(times.shape) != [len(keys)] or times.device != keys.device):
+    if times is not None and (times.dtype != torch.int64 or times.shape != keys.shape[:1] or times.device != keys.device):
         raise UsageError(
-            f"hstu_attention: bias.times: {times.dtype} {list(times.shape)} on {times.device}; needed are seconds of each row of "
-            f"keys, torch.int64 [{len(keys)}] on {keys.device}"
+            f"hstu_attention: bias.times: {times.dtype} {list(times.shape)} on {times.device}; needed are seconds of each row "
+            f"of keys, torch.int64 [{len(keys)}] on {keys.device}"
         )
