@@ -26,7 +26,8 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
     """Return the program that maps n rows, for any n, to probabilities, [n] or [n, L] of several labels. Its inputs:
 
     dense [n, dense features]; pooled embeddings side by side, [n, columns of all]; of a model that reads histories also the
-    tokens' embeddings, [n * T, columns of all], T = history length + 1, and history lengths [n] int64.
+    tokens' embeddings, [n * T, columns of all], T = history length + 1, and history lengths [n] int64; of one that reads times
+    also those of tokens, [n, T] int64.
 
     Args:
         model: the model of the config, its dense weights on the CPU; it loses its tables.
@@ -55,6 +56,9 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
             torch.zeros(_EXAMPLES, dtype=torch.int64),
         ]
         shapes += [{0: tokens * rows}, {0: rows}]
+        if model.reads_times:
+            example.append(torch.zeros(_EXAMPLES, tokens, dtype=torch.int64))
+            shapes.append({0: rows})
     with torch.no_grad():
         return torch.export.export(
             _Probabilities(model).eval(), tuple(example), dynamic_shapes={"inputs": tuple(shapes)}, strict=False
@@ -76,7 +80,9 @@ class _Probabilities(nn.Module):
         model: Any = self.model
         if isinstance(model, HistoryDLRM):
             # A program's shapes do not depend on histories: padding is computed like real tokens.
-            encoded = model.transformer(*histories, token_count=histories[0].shape[0])
+            tokens, lengths, *times = histories
+            token_times = times[0] if times else None
+            encoded = model.transformer(tokens, lengths, token_count=tokens.shape[0], token_times=token_times)
             return model.over_arch(model.dense_arch(dense), pooled, encoded)
         has_experts = any(isinstance(layer, MixtureOfExperts) for layer in model.modules())
         return model.logits_of(dense, pooled, *([None] if has_experts else []))

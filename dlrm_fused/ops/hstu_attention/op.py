@@ -197,7 +197,7 @@ def _check_bias(queries: Tensor, keys: Tensor, bias: RelativeBias, longest: int)
     if (by_time is None) != (times is None):
         there, missing = ("times", "by_time") if by_time is None else ("by_time", "times")
         raise UsageError(f"hstu_attention: bias.{there} is given without bias.{missing}; give both, or neither")
-    if times is not None and (times.dtype != torch.int64 or list(times.shape) != [len(keys)] or times.device != keys.device):
+    if times is not None and (times.dtype != torch.int64 or times.shape != keys.shape[:1] or times.device != keys.device):
         raise UsageError(
             f"hstu_attention: bias.times: {times.dtype} {list(times.shape)} on {times.device}; needed are seconds of each row "
             f"of keys, torch.int64 [{len(keys)}] on {keys.device}"

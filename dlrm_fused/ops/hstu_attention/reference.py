@@ -116,8 +116,8 @@ def reference(
     query_slots = _slots(batch.query_bounds, groups, [group.queries for group in groups], queries.shape[0])
     key_slots = _slots(batch.key_bounds, groups, [group.keys for group in groups], keys.shape[0])
     bias = bias or RelativeBias()
-    padded_queries = _padded(queries, query_slots, [(len(group.samples), group.queries) for group in groups])
-    shapes = [(len(group.samples), group.keys) for group in groups]
+    padded_queries = _padded(queries, query_slots, [(group.samples.shape[0], group.queries) for group in groups])
+    shapes = [(group.samples.shape[0], group.keys) for group in groups]
     padded_keys, padded_values = _padded(keys, key_slots, shapes), _padded(values, key_slots, shapes)
     padded_times = [None] * len(groups) if bias.times is None else _padded(bias.times, key_slots, shapes)
     attended = []
@@ -188,10 +188,10 @@ def _slots(bounds: Tensor, groups: list[_Group], lengths: list[int], rows: int) 
     """Return the padded row of each row, int64 [rows]; groups follow each other, each with its samples of equal length."""
     counts = bounds.diff().long()
     starts = torch.zeros_like(counts)
-    ends = itertools.accumulate(len(group.samples) * length for group, length in zip(groups, lengths, strict=True))
+    ends = itertools.accumulate(group.samples.shape[0] * length for group, length in zip(groups, lengths, strict=True))
     for group, length, end in zip(groups, lengths, ends, strict=True):
-        numbers = torch.arange(len(group.samples), device=bounds.device)
-        starts = starts.index_copy(0, group.samples, numbers * length + (end - len(group.samples) * length))
+        numbers = torch.arange(group.samples.shape[0], device=bounds.device)
+        starts = starts.index_copy(0, group.samples, numbers * length + (end - group.samples.shape[0] * length))
     shifts = starts - bounds[:-1]
     return torch.arange(rows, device=bounds.device) + shifts.repeat_interleave(counts, output_size=rows)
 
