@@ -94,8 +94,9 @@ def _add_keys(
     scores = multiplied(query, key.T, TF32) * scale
     time_j = times_of(bias, first_key, j, inside, BY_TIME)
     scores = biased(
-        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], IS_MASKED, BY_DISTANCE, BY_TIME
-    )
+        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], targets, IS_MASKED, BY_DISTANCE,
+        BY_TIME, HAS_TARGETS,
+    )  # fmt: skip
     of_scores = multiplied(gradient, value.T, TF32) * slope_of(scores)
     if IS_MASKED:
         of_scores = tl.where(visible(place[:, None], j[None, :], count, targets, HAS_TARGETS), of_scores, 0.0)
@@ -163,8 +164,9 @@ def _add_queries(
     time_i = times_of(bias, first_key, i, i >= 0, BY_TIME)
     scores = multiplied(key, query.T, TF32) * scale
     scores = biased(
-        scores, bias, head, i[None, :], j[:, None], time_i[None, :], time_j[:, None], IS_MASKED, BY_DISTANCE, BY_TIME
-    )
+        scores, bias, head, i[None, :], j[:, None], time_i[None, :], time_j[:, None], targets, IS_MASKED, BY_DISTANCE,
+        BY_TIME, HAS_TARGETS,
+    )  # fmt: skip
     rate = tl.sigmoid(scores)
     shares = scores * rate
     of_scores = multiplied(value, gradient.T, TF32) * (rate * (1 + scores * (1 - rate)))

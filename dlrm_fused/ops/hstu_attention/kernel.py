@@ -290,16 +290,20 @@ def bucket_of(seconds):
 
 @triton.jit
 def biased(
-    scores, bias, head, i, j, time_i, time_j, IS_MASKED: tl.constexpr, BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr
+    scores, bias, head, i, j, time_i, time_j, targets, IS_MASKED: tl.constexpr, BY_DISTANCE: tl.constexpr,
+    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     """Return scores with their biases.
 
     Args:
         i, j: the places of queries and keys, in the shapes in which they are broadcast against each other; i is the place of
             a query; with IS_MASKED j may be above it.
+        targets: the place of the first candidate, which all candidates are taken to be at.
         time_i, time_j: int32, their times, in the same shapes; with BY_TIME.
     """
     if BY_DISTANCE:
+        if HAS_TARGETS:
+            i, j = tl.minimum(i, targets), tl.minimum(j, targets)
         distance = tl.maximum(i - j, 0) if IS_MASKED else i - j
         scores += tl.load(bias.by_distance + head.to(tl.int64) * bias.distances + distance).to(tl.float32)
     if BY_TIME:
@@ -355,8 +359,9 @@ def _attend(
     scores = multiplied(query, key.T, TF32) * scale
     time_j = times_of(bias, first_key, j, inside, BY_TIME)
     scores = biased(
-        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], IS_MASKED, BY_DISTANCE, BY_TIME
-    )
+        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], targets, IS_MASKED, BY_DISTANCE,
+        BY_TIME, HAS_TARGETS,
+    )  # fmt: skip
     shares = scores * tl.sigmoid(scores)
     if IS_MASKED:
         shares = tl.where(visible(place[:, None], j[None, :], count, targets, HAS_TARGETS), shares, 0.0)

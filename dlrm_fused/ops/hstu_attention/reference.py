@@ -39,7 +39,7 @@ class JaggedQueries(NamedTuple):
         first_places: int32 or int64 [b], the place of each sample's first query; its queries follow each other.
         longest: no sample has more keys.
         targets_from: int32 or int64 [b], or None: places from this one on are candidates. Each sees the places before
-            ``targets_from``, and itself, but not another candidate.
+            ``targets_from``, and itself, but not another candidate; for biases by distance all of them are at this place.
         most_queries: no sample has more queries; None: as many as ``longest``.
     """
 
@@ -120,12 +120,14 @@ def reference(
     shapes = [(group.samples.shape[0], group.keys) for group in groups]
     padded_keys, padded_values = _padded(keys, key_slots, shapes), _padded(values, key_slots, shapes)
     padded_times = [None] * len(groups) if bias.times is None else _padded(bias.times, key_slots, shapes)
-    attended = []
+    attended, targets = [], batch.targets_from
     for group, *rows, times in zip(groups, padded_queries, padded_keys, padded_values, padded_times, strict=True):
         query, key, value = (x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32)) for x in rows)
         places = batch.first_places.index_select(0, group.samples)[:, None] + torch.arange(group.queries, device=key.device)
         scores = query @ key.mT * scale  # [samples, heads, queries, keys]
-        for added in _biases(bias, places, times, group.keys):
+        for added in _biases(
+            bias, places, times, group.keys, None if targets is None else targets.index_select(0, group.samples)
+        ):
             scores = scores + added.to(scores.dtype)
         shares = F.silu(scores).masked_fill(~_visible(batch, group, places)[:, None], 0)
         attended.append((shares @ value / divisor).transpose(1, 2).flatten(0, 1))
@@ -140,16 +142,18 @@ def _visible(batch: JaggedQueries, group: _Group, places: Tensor) -> Tensor:
     return (j <= i) & ((j < batch.targets_from.index_select(0, group.samples)[:, None, None]) | (j == i))
 
 
-def _biases(bias: RelativeBias, places: Tensor, times: Tensor | None, keys: int) -> list[Tensor]:
+def _biases(bias: RelativeBias, places: Tensor, times: Tensor | None, keys: int, targets: Tensor | None) -> list[Tensor]:
     """Return the biases of the queries at places [samples, queries] for all keys, each [samples, heads, queries, keys].
 
     Args:
         times: [samples, keys].
+        targets: [samples], the place of the first candidate; None: there are none.
     """
     # A padded query is at the last place or beyond, where nobody reads what is added.
     found, i, j = [], places.clamp(max=max(keys - 1, 0)), torch.arange(keys, device=places.device)
     if bias.by_distance is not None:
-        found.append(_looked_up(bias.by_distance, (i[:, :, None] - j).clamp(min=0)))
+        to, of = (i, j) if targets is None else (i.minimum(targets[:, None]), j.minimum(targets[:, None]))
+        found.append(_looked_up(bias.by_distance, (to.unsqueeze(-1) - of.unsqueeze(-2)).clamp(min=0)))
     if bias.by_time is not None and times is not None:
         buckets = time_buckets(times.gather(1, i.long())[:, :, None] - times[:, None, :])
         found.append(_looked_up(bias.by_time, buckets))

@@ -117,7 +117,7 @@ def pair_by_pair(
                 for head in range(queries.shape[1]):
                     score = scale * float(queries[row, head] @ keys[first_key + j, head])
                     if bias is not None and bias.by_distance is not None:
-                        score += float(bias.by_distance[head, i - j])
+                        score += float(bias.by_distance[head, min(i, targets) - min(j, targets)])
                     if bias is not None and bias.by_time is not None and bias.times is not None:
                         seconds = int(bias.times[first_key + i] - bias.times[first_key + j])
                         score += float(bias.by_time[head, bucket(seconds)])
