@@ -278,6 +278,8 @@ _BOUNDED = {
         "head, first_key, first_place, begin_row + step * ROWS": _DIMENSION,
     },
     "ops/hstu_attention/bias_gradient.py": {
+        "begin_key = targets - (diagonal + 1) * BLOCK + 1": _DIMENSION,
+        "begin_row = begin + step * BLOCK": _DIMENSION,
         "begin_row = tile * BLOCK": _DIMENSION,
         "diagonal, head, group = program // (groups * heads)": _ITEMS,
         "place = (group * heads + head)": _ITEMS,

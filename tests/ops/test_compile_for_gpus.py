@@ -575,7 +575,10 @@ def is_possible(name: str, architecture: str) -> bool:
 # In `make test-all`: what differs most from Hopper, in little time.
 SLOW = {
     "sm_80": LAUNCHES.keys() - LONG,
-    "sm_90": {"gemm_fp32", "gemm_combine_fp8", "hstu_attention_fp32", "products_of_small_pieces", "products_of_pieces_fp32"},
+    "sm_90": {
+        *("gemm_fp32", "gemm_combine_fp8", "products_of_small_pieces", "products_of_pieces_fp32"),
+        *("hstu_attention", "hstu_attention_of_one_query", "hstu_attention_fp32"),
+    },
     "sm_120": LAUNCHES.keys() - LONG - {"products_of_small_pieces"},
     "gfx942": {"lookup", "update_rowwise_adagrad", "gemv_one_shot", "feature_exchange", "attention", "hstu_attention"},
 }
