@@ -130,6 +130,7 @@ $(VENV)/setup-$(DEVICE): pyproject.toml $(VENV)/packages-$(DEVICE)
 	$(BIN)/python -c 'import dlrm_fused.training.trainer'  # writes bytecode once, not in every rank of the first run
 	touch $@
 
-$(VENV)/dev: requirements/dev.txt | $(BIN)/python
+$(VENV)/dev: requirements/dev.txt requirements/mlperf.txt | $(BIN)/python
 	$(INSTALL) -r requirements/dev.txt
+	$(INSTALL) --no-deps -r requirements/mlperf.txt
 	touch $@

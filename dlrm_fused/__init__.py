@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace as GemmWorkspace
     from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce as gemv_all_reduce
     from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace as GemvWorkspace
+    from dlrm_fused.ops.hstu_attention.op import hstu_attention as hstu_attention
+    from dlrm_fused.ops.hstu_attention.reference import JaggedQueries as JaggedQueries
+    from dlrm_fused.ops.hstu_attention.reference import RelativeBias as RelativeBias
     from dlrm_fused.ops.moe.op import expert_layer as expert_layer
     from dlrm_fused.ops.moe.workspace import ExpertWorkspace as ExpertWorkspace
     from dlrm_fused.ops.moe.workspace import expert_memory as expert_memory
@@ -73,6 +76,8 @@ _OFFERS = (
     ("ops.sequence_all_to_all.op", "sequence_all_to_all"),
     ("ops.sequence_all_to_all.lookup", "sequence_lookup_all_to_all"),
     ("ops.sequence_all_to_all.workspace", "SequenceWorkspace"),
+    ("ops.hstu_attention.op", "hstu_attention"),
+    ("ops.hstu_attention.reference", "JaggedQueries", "RelativeBias"),
     # Online scoring.
     ("inference.online.model", "OnlineModel"),
     ("inference.online.scorer", "OnlineScorer", "Candidates"),

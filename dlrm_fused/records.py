@@ -25,6 +25,16 @@ def write_record(path: Path, record: Any) -> None:
         os.fsync(file.fileno())
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file that is complete and on disk when this returns; a failure leaves the one before."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
 def read_json(path: Path, error: type[UserError], remedy: str) -> dict[str, Any]:
     """Return the object in a JSON file.
 

@@ -71,8 +71,8 @@ def _model(config: Config) -> Iterator[_Check]:
     yield model.bottom_mlp[-1] == dim, "model.bottom_mlp", allowed
     ends_in_logit = len(model.top_mlp) >= 2 and model.top_mlp[-1] == 1
     yield ends_in_logit, "model.top_mlp", "two or more widths, the last one 1: the logit"
-    if model.kind is ModelKind.transformer:
-        yield from _transformer(config)
+    if model.kind.reads_histories:
+        yield from _history_encoder(config)
     if model.experts.count:
         yield from _experts(config)
 
@@ -80,6 +80,8 @@ def _model(config: Config) -> Iterator[_Check]:
 def _experts(config: Config) -> Iterator[_Check]:
     model, experts = config.model, config.model.experts
     with_count = f"model.experts.count={experts.count}"
+    has_feed_forward = model.kind is not ModelKind.hstu
+    yield has_feed_forward, "model.experts.count", "0 with model.kind=hstu, whose blocks have no feed-forward layer"
     yield 1 <= experts.top_k <= experts.count, "model.experts.top_k", f"1 to {with_count}"
     allowed = f"0, or a divisor of {with_count}, since ranks take whole experts"
     yield _is_0_or_divisor(experts.parallel, experts.count), "model.experts.parallel", allowed
@@ -94,7 +96,7 @@ def _is_0_or_divisor(value: int, total: int) -> bool:
     return value == 0 or (value > 0 and total % value == 0)
 
 
-def _transformer(config: Config) -> Iterator[_Check]:
+def _history_encoder(config: Config) -> Iterator[_Check]:
     model = config.model
     fits = model.d_model >= 1 and model.d_model % model.heads == 0
     yield fits, "model.d_model", f"a positive multiple of model.heads={model.heads}"
@@ -102,9 +104,10 @@ def _transformer(config: Config) -> Iterator[_Check]:
     yield _is_0_or_divisor(model.tensor_parallel, model.heads), "model.tensor_parallel", allowed
     source, key = config.data.source, "data.synthetic.history_length"
     has_tokens = source in (DataSource.prepared, DataSource.synthetic)
-    yield has_tokens, "data.source", "prepared, synthetic with model.kind=transformer"
+    with_kind = f"with model.kind={model.kind.name}"
+    yield has_tokens, "data.source", f"prepared, synthetic {with_kind}"
     has_histories = config.data.synthetic.history_length >= 1 or source is not DataSource.synthetic
-    yield has_histories, key, "1 or more with model.kind=transformer"
+    yield has_histories, key, f"1 or more {with_kind}"
 
 
 def _embedding(config: Config) -> Iterator[_Check]:
@@ -143,6 +146,9 @@ def _training(config: Config) -> Iterator[_Check]:
     allowed = "1 or more, since training.target_auc is checked by evaluations"
     yield not config.training.target_auc or every > 0, "evaluation.every_steps", allowed
     yield not patience or every > 0, "evaluation.every_steps", f"1 or more with evaluation.patience={patience}"
+    is_evaluated = every > 0 or config.data.windows is not Windows.none
+    allowed = "1 or more with telemetry.mlperf_log=true, which tells of evaluations"
+    yield is_evaluated or not config.telemetry.mlperf_log, "evaluation.every_steps", allowed
     allowed = f"true with evaluation.patience={patience}, since the best checkpoint is the one to keep then"
     yield not patience or config.checkpoint.keep_best, "checkpoint.keep_best", allowed
     starts_later = not schedule.decay_steps or schedule.decay_start_step >= schedule.warmup_steps

@@ -15,6 +15,12 @@ class ModelKind(Enum):
     dlrm = "dlrm_fused.models.dlrm:build_dlrm"
     dcnv2 = "dlrm_fused.models.dlrm:build_dcnv2"
     transformer = "dlrm_fused.models.transformer:build"  # DLRM with a Transformer over the user's history
+    hstu = "dlrm_fused.models.hstu:build"  # the same with Hierarchical Sequential Transduction Units
+
+    @property
+    def reads_histories(self) -> bool:
+        """Whether the model encodes the user's history, by blocks whose heads ranks can share."""
+        return self in (ModelKind.transformer, ModelKind.hstu)
 
 
 @unique

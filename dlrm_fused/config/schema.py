@@ -85,8 +85,8 @@ def _is_dcnv2(config: Config) -> bool:
     return config.model.kind is ModelKind.dcnv2
 
 
-def _is_transformer(config: Config) -> bool:
-    return config.model.kind is ModelKind.transformer
+def _reads_histories(config: Config) -> bool:
+    return config.model.kind.reads_histories
 
 
 def _has_experts(config: Config) -> bool:
@@ -172,11 +172,11 @@ class ModelConfig:
     # DCNv2 only: number of low-rank cross layers and their rank.
     cross_layers: int = setting(3, at_least(1), used=_is_dcnv2)
     cross_rank: int = setting(512, at_least(1), used=_is_dcnv2)
-    # Transformer only: its width, its blocks, and the attention heads of a block.
+    # Transformer and HSTU: the width, the blocks, and the attention heads of a block.
     d_model: int = 64
-    layers: int = setting(2, at_least(1), used=_is_transformer)
-    heads: int = setting(4, at_least(1), used=_is_transformer)
-    # Transformer only: consecutive ranks that share the weights of its blocks; 0 takes all ranks of a host.
+    layers: int = setting(2, at_least(1), used=_reads_histories)
+    heads: int = setting(4, at_least(1), used=_reads_histories)
+    # Transformer and HSTU: consecutive ranks that share the weights of the blocks; 0 takes all ranks of a host.
     tensor_parallel: int = 0
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
@@ -313,6 +313,8 @@ class TelemetryConfig:
     log_every_steps: int = setting(50, at_least(1))
     # First and last step (inclusive) of a torch.profiler trace; empty takes none.
     profile_steps: list[int] = setting([])
+    # Also write the course of the run to mlperf.log, in the lines of MLPerf Training.
+    mlperf_log: bool = False
 
 
 @dataclass

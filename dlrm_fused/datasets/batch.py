@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -30,6 +31,8 @@ class Samples:
         history_lengths: [b] int32, n of each sample; None without token features.
         weights: [b] float32, what each sample counts, 0 or more; None where all count the same.
         token_count: the sum of ``history_lengths``, plus b, where these lie on a device and the host knows it all the same.
+        token_times: [b, T] int64, seconds since 1970 of each token; the candidate's again for padding. Times of a history do
+            not decrease, and are before the candidate's. None where these are not known.
     """
 
     dense: Tensor
@@ -39,6 +42,7 @@ class Samples:
     history_lengths: Tensor | None = None
     weights: Tensor | None = None
     token_count: int | None = None
+    token_times: Tensor | None = None
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Batch(Pipelineable):
             ``weights``.
         token_count: the sum of ``history_lengths``, plus b: tokens without padding, known here without asking the device
             for it later; None where nobody has counted.
+        token_times: as in :class:`Samples`; zeros for padding.
     """
 
     dense: Tensor
@@ -67,6 +72,7 @@ class Batch(Pipelineable):
     history_lengths: Tensor | None = None
     sample_weights: Tensor | None = None
     token_count: int | None = None
+    token_times: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in self._tensors()})
@@ -105,3 +111,14 @@ def sparse_from_features(
         # Known here without asking the device for it later.
         length_per_key=[column.size for column in ids],
     )
+
+
+def select_bags(bags: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+    """Return these bags, [n] int64, of each key, in their order; on the CPU."""
+    keys = bags.keys()
+    lengths = bags.lengths().view(len(keys), -1)[:, chosen].flatten().long()
+    starts = bags.offsets()[:-1].view(len(keys), -1)[:, chosen].flatten().long()
+    # Places count from each bag's start.
+    shifts = starts - pad(lengths.cumsum(0), (1, 0))[:-1]
+    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+    return KeyedJaggedTensor(keys=keys, values=bags.values()[places], lengths=lengths.int(), stride=len(chosen))

@@ -215,6 +215,7 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
         histories,
         sample_weights,
         token_count,
+        samples.token_times,
     )
 
 
@@ -233,6 +234,7 @@ def _pad(samples: Samples, count: int) -> Samples:
         history_lengths=lengths,
         weights=None if samples.weights is None else torch.nn.functional.pad(samples.weights, (0, count)),
         token_count=None if samples.token_count is None else samples.token_count + count,
+        token_times=None if samples.token_times is None else torch.nn.functional.pad(samples.token_times, (0, 0, 0, count)),
     )
 
 

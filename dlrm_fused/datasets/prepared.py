@@ -88,7 +88,7 @@ class PreparedDataset:
         )
         if self._interactions is not None:
             windows = files.read_windows(positions)
-            ids, lengths = self._interactions.read(windows)
+            ids, lengths, samples.token_times = self._interactions.read(windows)
             names = [feature.name for feature in self.schema.token_features]
             bags = positions.size * (self.schema.history_length + 1)
             samples.tokens = sparse_from_features(names, _take_modulo(ids, self._token_modulo), lengths, bags)
@@ -175,12 +175,18 @@ class _Interactions:
         self._features = info.schema.token_features
         self._tokens = info.schema.history_length + 1
         self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
+        self._path = folder.root / folder.name / "times.npy"
+        self._times = folder.map(self._path.name, [info.interactions], ["int64"]) if info.schema.has_token_times else None
 
-    def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
-        """Return each token feature's ids in all tokens of b samples, and how many each of the b * T tokens has.
+    def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int], Tensor | None]:
+        """Return each token feature's ids in all tokens of b samples, how many each of the b * T tokens has, and the times of
+        the tokens ([b, T], as in :class:`Samples`; None where these are not known).
 
         Args:
             windows: [b, 3], of :meth:`_SplitFiles.read_windows`.
+
+        Raises:
+            DataError: if an id is out of range, times of a history decrease, or one is not before its candidate's.
         """
         first, stop, candidate = windows.T
         occupied = stop - first + 1
@@ -200,7 +206,25 @@ class _Interactions:
             of_bag = np.zeros(len(windows) * self._tokens, np.int64)
             of_bag[bags] = per_token
             lengths[number] = of_bag
-        return ids, lengths
+        if self._times is None:
+            return ids, lengths, None
+        times = self._times.take(rows)
+        self._check_times(times, rows, of_history)
+        of_tokens = np.repeat(times[candidates], self._tokens)
+        of_tokens[bags] = times
+        return ids, lengths, torch.from_numpy(of_tokens).view(len(windows), self._tokens)
+
+    def _check_times(self, times: NDArray[np.int64], rows: NDArray[np.int64], of_history: NDArray[np.bool_]) -> None:
+        """Check the times of interactions ``rows``, histories and candidates in turn: all [n]."""
+        earlier, later, in_history = times[:-1], times[1:], of_history[1:]
+        wrong = np.flatnonzero(of_history[:-1] & ((earlier > later) | (~in_history & (earlier == later))))
+        if wrong.size:
+            at = wrong[0]
+            allowed = "times that do not decrease" if in_history[at] else "a time before that of the candidate, the latter"
+            raise DataError(
+                f"{self._path}: rows {rows[at]} and {rows[at + 1]}, one after the other in a sample, hold {times[at]} and "
+                f"{times[at + 1]}, expected {allowed}; prepare the set again"
+            )
 
 
 def open_prepared(config: Config, device: torch.device) -> PreparedDataset:

@@ -26,8 +26,8 @@ SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
 # Values that a set of version 2 has implicitly. A set with these is written without them, so that earlier releases read it.
 _SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
-# Earlier releases read a set that has times, without them.
-_IGNORED_BEFORE = "has_times"
+# Earlier releases read a set that has these, without them.
+_IGNORED_BEFORE = ("has_times", "has_token_times")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class DatasetSchema:
         labels: names of the labels; the one of a prepared set with one label is ``label``, whatever its column was.
         has_weights: whether samples have weights.
         has_times: whether it is known when each sample happened.
+        has_token_times: whether it is known when each token happened.
     """
 
     dense_features: tuple[str, ...]
@@ -75,6 +76,7 @@ class DatasetSchema:
     labels: tuple[str, ...] = (LABEL,)
     has_weights: bool = False
     has_times: bool = False
+    has_token_times: bool = False
 
     @property
     def tables(self) -> tuple[SparseFeature, ...]:
@@ -106,8 +108,9 @@ class PreparedInfo:
     def save(self, folder: Path) -> None:
         """Write ``dataset.json`` and the checksums of all files; call it last, since its presence marks a complete set."""
         content = {"format_version": FORMAT_VERSION, **asdict(self)}
-        if not self.schema.has_times:
-            del content["schema"][_IGNORED_BEFORE]
+        for name in _IGNORED_BEFORE:
+            if not content["schema"][name]:
+                del content["schema"][name]
         if all(content["schema"][name] == value for name, value in _SINCE_VERSION_3.items()):
             content["format_version"] = 2
             for name in _SINCE_VERSION_3:
@@ -141,7 +144,7 @@ class PreparedInfo:
                     history_length=schema.get("history_length", 0),
                     labels=tuple(schema.get("labels", (LABEL,))),
                     has_weights=schema.get("has_weights", False),
-                    has_times=schema.get(_IGNORED_BEFORE, False),
+                    **{name: schema.get(name, False) for name in _IGNORED_BEFORE},
                 ),
                 **content,
             )
@@ -191,4 +194,6 @@ def _contradiction(info: PreparedInfo) -> str | None:
     for name, count in {"history_length": schema.history_length, "interactions": info.interactions}.items():
         if not isinstance(count, int) or (count > 0) != bool(schema.token_features):
             return f"{name} is {count!r}, expected {'1 or more with' if schema.token_features else '0 without'} token features"
+    if schema.has_token_times and not schema.token_features:
+        return "has_token_times is true, expected false without token features"
     return None if schema.sparse_features else "no sparse features, expected one or more"

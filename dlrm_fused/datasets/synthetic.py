@@ -38,6 +38,8 @@ _MEAN_BITS = 16
 _GROUPS = 8
 _RESPONSES = 2
 _GAPS = 32
+# Less than 2 ** 21 seconds, 24 days, lie between two tokens.
+_SECONDS_BITS = 21
 # Tables of which a segment's rule reads the pattern at once; distance of a segment's means from 0 in standard deviations.
 _RULE_TABLES = 6
 _SEGMENT_MEAN = 3.0
@@ -66,7 +68,8 @@ class SyntheticDataset:
     The logit is the sum, over tables, of the mean effect of the sample's ids, and of linear effects of the dense features,
     shifted and scaled to mean 0 and standard deviation ``settings.signal``. Effects of ids are roughly normal. Popular ids
     occur most, so they explain most. With histories, about as much again comes from the mean of the user's responses to items
-    of the candidate's group, which follow a taste for the group that no other feature tells.
+    of the candidate's group, which follow a taste for the group that no other feature tells. The times of tokens, and
+    ``token_gap``, tell nothing, and do not depend on each other.
 
     With more than one of ``settings.segments``, dense features tell a sample's segment and nothing else: each is normal around
     a mean of the segment. Tables count by the rule of the segment: which tables of a group of ``_RULE_TABLES`` have a positive
@@ -97,7 +100,8 @@ class SyntheticDataset:
         )
         dense = tuple(f"dense_{i}" for i in range(settings.dense_features))
         labels = (LABEL,) if settings.labels == 1 else tuple(f"{LABEL}_{i}" for i in range(settings.labels))
-        self.schema = DatasetSchema(dense, features, _token_features(settings, rows), settings.history_length, labels)
+        tokens, length = _token_features(settings, rows), settings.history_length
+        self.schema = DatasetSchema(dense, features, tokens, length, labels, has_token_times=length > 0)
         self._names = [feature.name for feature in features]
         self._center, self._scale = torch.tensor(_calibrate(settings, rows, seed), dtype=torch.float64, device=device)
         self._has_equal_samples = not settings.jagged and not settings.history_length
@@ -112,6 +116,7 @@ class SyntheticDataset:
             samples.tokens = self._tokens(drawn.history)
             samples.history_lengths = drawn.history.lengths.int()
             samples.token_count = samples.tokens.length_per_key()[0]  # every token has an item
+            samples.token_times = drawn.history.times()
         return samples
 
     def batches_at_once(self, batch_size: int) -> int:
@@ -235,6 +240,7 @@ class _DrawnHistory:
     Attributes:
         lengths: [b] int64 interactions before the candidate.
         ids, responses, gaps: [b, T] int32.
+        seconds: [b, T] int64, from the token before, 1 or more; from the beginning of 1970 for the first.
         score: [b] int64, what the history adds to the logit before shifting and scaling.
     """
 
@@ -243,7 +249,13 @@ class _DrawnHistory:
     ids: Tensor
     responses: Tensor
     gaps: Tensor
+    seconds: Tensor
     score: Tensor
+
+    def times(self) -> Tensor:
+        """Return the times of the tokens, as in :class:`Samples`: [b, T] int64."""
+        times = self.seconds.cumsum(1)
+        return times if self.all_full else times.minimum(times.gather(1, self.lengths.unsqueeze(1)))
 
 
 class _Columns:
@@ -433,12 +445,15 @@ class _History:
         likes = (combine(sample_hash, self._taste_hash) & 1).gather(1, group) ^ ((bits & 7) == 0)
         counts = (group == group.gather(1, lengths)) & (self._position < lengths)
         mean_weight = self._weight // counts.sum(1).clamp(min=1)
+        # Log-uniform by powers of two: bits that nothing above has used choose one, 2 ** octave, and a factor of 1 to 2.
+        octave = ((shift_right(bits, 8) & (2**24 - 1)) * _SECONDS_BITS) >> 24
         return _DrawnHistory(
             lengths=lengths.squeeze(1),
             all_full=not self._jagged,
             ids=self._ids.of_rank(rank),
             responses=(likes % self._response_rows).int(),
             gaps=(shift_right(bits, 3) % _GAPS % self._gap_rows).int(),
+            seconds=((shift_right(bits, 32) | 2**32) << octave) >> 32,
             score=((2 * likes - 1) * counts).sum(1) * mean_weight,
         )
 

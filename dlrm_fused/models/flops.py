@@ -5,8 +5,8 @@ utilization in Chowdhery et al., *PaLM*, arXiv 2204.02311, appendix B. What an i
 lookups, recomputation) does not count.
 
 Products count as the models here have them: DLRM's interaction takes all pairs of vectors in both orders, and attention has no
-discount for its causal mask. The Transformer's, and those of its experts, are for the longest history, ``history_length``:
-samples with shorter ones need fewer. Experts count for the ``top_k`` of each token.
+discount for its causal mask. Those of blocks over histories, and of their experts, are for the longest history,
+``history_length``: samples with shorter ones need fewer. Experts count for the ``top_k`` of each token.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from dlrm_fused.config import Config, ModelKind
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -58,12 +59,14 @@ def _dcnv2(config: Config, schema: DatasetSchema) -> Iterator[Product]:
     yield from _top(config, schema, features)
 
 
-def _transformer(config: Config, schema: DatasetSchema) -> Iterator[Product]:
+def _with_histories(
+    config: Config, schema: DatasetSchema, block: Callable[[Config, int, int], Iterator[Product]]
+) -> Iterator[Product]:
     width, tokens = config.model.d_model, schema.history_length + 1
     yield tokens, pooled_columns(config.embedding, schema.token_features), width
     for layer in range(config.model.layers):
         # Only the candidate's result of the last block is used.
-        yield from _block(config, tokens, queries=tokens if layer + 1 < config.model.layers else 1)
+        yield from block(config, tokens, tokens if layer + 1 < config.model.layers else 1)
     yield from _interaction(config, schema)
     features = config.embedding.dim + math.comb(_vectors(schema), 2) + width
     yield from _mlp(features, *top_widths(config, schema))
@@ -76,6 +79,13 @@ def _block(config: Config, tokens: int, queries: int) -> Iterator[Product]:
     yield from ((queries, width, tokens), (queries, tokens, width))  # attention, of all heads together
     for _ in range(queries):
         yield from _experts(config, width) if config.model.experts.count else _mlp(width, FEED_FORWARD_FACTOR * width, width)
+
+
+def _hstu_block(config: Config, tokens: int, queries: int) -> Iterator[Product]:
+    """Yield the products of one block of HSTU, as :func:`_block` does."""
+    width = config.model.d_model
+    yield from ((queries, width, 3 * width), (tokens, width, 2 * width))  # queries, gates and output; keys and values
+    yield from ((queries, width, tokens), (queries, tokens, width))
 
 
 def _experts(config: Config, width: int) -> Iterator[Product]:
@@ -109,5 +119,6 @@ def _vectors(schema: DatasetSchema) -> int:
 _PRODUCTS: dict[ModelKind, Callable[[Config, DatasetSchema], Iterator[Product]]] = {
     ModelKind.dlrm: _dlrm,
     ModelKind.dcnv2: _dcnv2,
-    ModelKind.transformer: _transformer,
+    ModelKind.transformer: partial(_with_histories, block=_block),
+    ModelKind.hstu: partial(_with_histories, block=_hstu_block),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class JaggedBatch:
         counts: [b] int64, rows of each sample, above ``candidates``.
         tokens: T, of a sample with its padding.
         samples, places: [n] int64, the sample of each row, and its place among that sample's tokens.
+        times: [n] int64, seconds since 1970 of each row; None where nobody reads them.
     """
 
     candidates: Tensor
@@ -61,15 +62,21 @@ class JaggedBatch:
     tokens: int
     samples: Tensor
     places: Tensor
+    times: Tensor | None = None
 
     @staticmethod
-    def of(candidates: Tensor, tokens: int, rows: int) -> JaggedBatch:
-        """Return a batch of so many rows: of all real tokens, and as much of the first samples' padding as makes them."""
+    def of(candidates: Tensor, tokens: int, rows: int, token_times: Tensor | None = None) -> JaggedBatch:
+        """Return a batch of so many rows: of all real tokens, and as much of the first samples' padding as makes them.
+
+        Args:
+            token_times: [b, T] int64, when each token happened, in seconds since 1970.
+        """
         counts = candidates + 1
         room = tokens - counts
         before = room.cumsum(0) - room
         padding = (rows - counts.sum() - before).clamp(min=0).minimum(room)
-        return JaggedBatch._of_counts(candidates, counts + padding, tokens, rows)
+        batch = JaggedBatch._of_counts(candidates, counts + padding, tokens, rows)
+        return batch if token_times is None else replace(batch, times=batch.rows_of(token_times.flatten()))
 
     @staticmethod
     def _of_counts(candidates: Tensor, counts: Tensor, tokens: int, rows: int) -> JaggedBatch:
@@ -88,7 +95,8 @@ class JaggedBatch:
         if group_size(group) == 1:
             return self
         candidates, counts = gather_samples(torch.stack((self.candidates, self.counts), dim=1), group).unbind(1)
-        return self._of_counts(candidates, counts, self.tokens, group_size(group) * self.samples.shape[0])
+        batch = self._of_counts(candidates, counts, self.tokens, group_size(group) * self.samples.shape[0])
+        return batch if self.times is None else replace(batch, times=gather_samples(self.times, group))
 
     def trimmed(self, x: Tensor, rows: int) -> tuple[Tensor, JaggedBatch]:
         """Return its rows [n, ...] and the batch with so many: all real tokens, and of padding what makes them."""
@@ -98,7 +106,9 @@ class JaggedBatch:
         # A row of padding that was not there repeats another; nobody reads it.
         places = trimmed.places.minimum(self.counts.index_select(0, trimmed.samples) - 1)
         firsts = (self.counts.cumsum(0) - self.counts).index_select(0, trimmed.samples)
-        return x.index_select(0, firsts + places), trimmed
+        kept = firsts + places
+        times = None if self.times is None else self.times.index_select(0, kept)
+        return x.index_select(0, kept), replace(trimmed, times=times)
 
     @property
     def is_padded(self) -> bool:
@@ -167,7 +177,7 @@ class JaggedBatch:
 
     def _attend_among_rows(self, projected: Tensor) -> Tensor:
         queries, keys, values = projected.unbind(2)
-        bounds, longest = self._bounds, self.tokens
+        bounds, longest = self.bounds, self.tokens
         attended = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, window_size=(-1, 0))
         assert isinstance(attended, Tensor)
         return attended
@@ -181,7 +191,7 @@ class JaggedBatch:
         return [part.unflatten(0, (-1, longest)) for part, longest in zip(parts, groups.longest, strict=True)]
 
     @cached_property
-    def _bounds(self) -> Tensor:
+    def bounds(self) -> Tensor:
         """The bounds of the samples' rows, [b + 1] int32, made once for all layers."""
         return F.pad(self.counts.cumsum(0), (1, 0)).int()
 

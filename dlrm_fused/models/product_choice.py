@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.auto_choice import measure_both
-from dlrm_fused.config import Comm, Config
+from dlrm_fused.config import Comm, Config, ModelKind
 from dlrm_fused.models.fused_communication import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
@@ -18,6 +18,12 @@ from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.
 FEED_FORWARD_FACTOR = 4
+# Columns of a column-parallel weight of a block, and depth of the row-parallel one behind it, in d_model: attention makes one
+# result of several.
+_PAIRS = {
+    ModelKind.transformer: [(3, 1), (FEED_FORWARD_FACTOR, FEED_FORWARD_FACTOR)],
+    ModelKind.hstu: [(4, 1)],
+}
 # Rows (tokens) of one fused call at most: few enough for their memory to be small beside that of activations. What is above
 # goes in several calls, whose results are copied together.
 _MAX_ROWS = 32_768
@@ -112,7 +118,7 @@ def fused_product(
 
 
 def _products_of_a_block(product: LayerProducts, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the four products of a block and their gradients. Collective."""
+    """Return a function that computes the products of a block and their gradients. Collective."""
     assert product.group is not None
     width, dtype, ranks = config.model.d_model, compute_dtype(config), product.group.size()
 
@@ -120,9 +126,8 @@ def _products_of_a_block(product: LayerProducts, config: Config, rows: int, devi
         return torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
 
     norm_weight, between = ones(width), ones(rows // ranks if product.shards else rows, width)
-    # Columns of a column-parallel weight, and depth of the row-parallel one behind it: attention makes one result of three.
-    sizes = [(3 * width // ranks, width // ranks), (FEED_FORWARD_FACTOR * width // ranks,) * 2]
-    weights = [(ones(columns, width), ones(width, depth)) for columns, depth in sizes]
+    of_rank = width // ranks
+    weights = [(ones(columns * of_rank, width), ones(width, depth * of_rank)) for columns, depth in _PAIRS[config.model.kind]]
 
     @torch.enable_grad()  # also where the model is only to be evaluated
     def train() -> None:

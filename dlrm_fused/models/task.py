@@ -24,8 +24,9 @@ from dlrm_fused.models.multi_task import task_weights
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps (dense [b,
 # features], sparse features of stride b) to logits [b, labels]. Its attribute `sparse_arch` is the part that looks up
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens, history lengths and `token_count=`
-# of the batch, one with layers of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is
-# called in two parts: embeddings and what follows, which may be compiled, and on GPUs captured as a CUDA graph.
+# of the batch, one whose `reads_times` is true with its `token_times=`, one with layers of experts with [b] bool, false for
+# padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and what follows, which may be
+# compiled, and on GPUs captured as a CUDA graph.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -81,6 +82,7 @@ class RankingTask(nn.Module):
         self.expert_layers = tuple(layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
         self.fp8_products = fp8_products
         self._reads_histories = getattr(model, "reads_histories", False)
+        self._reads_times = getattr(model, "reads_times", False)
         self._autocast = precision.is_bf16
         self._world_size = world_size
         self._device_type = device.type
@@ -136,8 +138,10 @@ class RankingTask(nn.Module):
             # As in forward, not by what the batch has.
             histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
             real = (batch.weights > 0,) if self.expert_layers else ()
-            count = {"token_count": batch.token_count} if self._reads_histories else {}
-            logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real, **count)
+            of_tokens: dict[str, Tensor | int | None] = {"token_count": batch.token_count} if self._reads_histories else {}
+            if self._reads_times:
+                of_tokens["token_times"] = batch.token_times
+            logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real, **of_tokens)
         return logits
 
 

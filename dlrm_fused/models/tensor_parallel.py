@@ -150,6 +150,10 @@ class LayerProducts:
         """Return this rank's samples [b, ...] of the layers' results."""
         return x if self.shards else own_samples(x, self.group)
 
+    def of_all_ranks(self, parameter: Tensor) -> Tensor:
+        """Return a sharded parameter as a function takes it that computes samples of all ranks, between two products."""
+        return parameter if self.shards is None else _mean_of_ranks(parameter, self.shards.world_size)
+
     def columns(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the product of a column-parallel layer.
 
@@ -166,7 +170,7 @@ class LayerProducts:
         if self.shards is None:
             return cast(Tensor, _ColumnParallel.apply(x, weight, self.group))
         workspace, ranks = self.shards, self.shards.world_size
-        weight = _mean_of_ranks(weight, ranks)
+        weight = self.of_all_ranks(weight)
         rows = x.flatten(0, -2).contiguous()
         # Rows beyond the workspace's memory go in further calls.
         parts = [all_gather_gemm(workspace, part, weight) for part in rows.split(workspace.max_rows // ranks)]
@@ -184,7 +188,7 @@ class LayerProducts:
     def _scatter(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor) -> Tensor:
         """Return [rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
         ranks = workspace.world_size
-        weight = _mean_of_ranks(weight, ranks)
+        weight = self.of_all_ranks(weight)
         parts = x.unflatten(0, (ranks, -1)).split(workspace.max_rows // ranks, dim=1)
         return torch.cat([gemm_reduce_scatter(workspace, part.flatten(0, 1).contiguous(), weight) for part in parts])
 
@@ -268,10 +272,19 @@ def _shard_of_weight(in_features: int, out_features: int, dim: int, group: Proce
         kind = ("out_features", "in_features")[dim]
         raise UsageError(f"{kind}={features}: must be a multiple of the {ranks} ranks of the tensor-parallel group")
     bound = in_features**-0.5
-    piece = torch.empty(out_features, in_features).uniform_(-bound, bound)
+    return _own_piece(torch.empty(out_features, in_features).uniform_(-bound, bound), dim, group)
+
+
+def parameter_of_heads(whole: Tensor, product: LayerProducts) -> nn.Parameter:
+    """Return this rank's rows of a parameter [heads, ...], whose heads are spread over the ranks of ``product``."""
+    return _own_piece(whole, 0, product.group)
+
+
+def _own_piece(whole: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+    """Return this rank's piece of a parameter that is sharded along ``dim``."""
     if group is not None:
-        piece = piece.chunk(ranks, dim)[group.rank()].clone(memory_format=torch.contiguous_format)
-    return sharded_parameter(piece, dim, group)
+        whole = whole.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+    return sharded_parameter(whole, dim, group)
 
 
 def sharded_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:

@@ -27,9 +27,9 @@ from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shap
 from dlrm_fused.models import RankingTask
 from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.models.transformer import TransformerDLRM
 from dlrm_fused.ops.common.all_to_all import all_to_all
 from dlrm_fused.ops.moe.activations import Activation
 
@@ -122,7 +122,7 @@ def trace(
     """
     for layer in task.expert_layers:
         spread_evenly(layer)
-    if isinstance(task.model, TransformerDLRM):
+    if isinstance(task.model, HistoryDLRM):
         task.model.transformer.ask_ranks = lambda rows, group: [rows] * group_size(group)
     parameters = [parameter for layer in task.dense_layers() for parameter in layer.parameters()]
     module = _graph(task, schema, embedding, samples, pooled, parameters)

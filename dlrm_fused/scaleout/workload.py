@@ -83,8 +83,10 @@ def workload(
         traces: dense parts that were traced before, by what they depend on; receives this one.
 
     Raises:
-        ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.
+        ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank; ``model.kind=hstu``.
     """
+    if config.model.kind is ModelKind.hstu:
+        raise ConfigError("model.kind=hstu: the time of its attention is not known; allowed here: dlrm, dcnv2, transformer")
     device = torch.device("cpu" if config.runtime.device == "cpu" else "cuda")
     output = pooled_dtype(config, device)
     samples = max(1, config.training.global_batch_size // ranks)
@@ -138,7 +140,7 @@ def workload(
 def _group_ranks(config: Config, ranks: int, ranks_per_host: int) -> int:
     if config.model.experts.count:
         return expert_parallel_size(config.model.experts, ranks)
-    if config.model.kind is ModelKind.transformer:
+    if config.model.kind.reads_histories:
         return tensor_parallel_size(config.model, [min(ranks, ranks_per_host)] * ranks)
     return 1
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
-from dlrm_fused.config import ExpertsConfig, ModelConfig, ModelKind
+from dlrm_fused.config import ExpertsConfig, ModelConfig
 from dlrm_fused.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def model_parallel_groups(model: ModelConfig) -> ModelParallelGroups | None:
     """
     if model.experts.count:
         return expert_parallel_groups(model.experts)
-    return tensor_parallel_groups(model) if model.kind is ModelKind.transformer else None
+    return tensor_parallel_groups(model) if model.kind.reads_histories else None
 
 
 def tensor_parallel_groups(model: ModelConfig) -> ModelParallelGroups:

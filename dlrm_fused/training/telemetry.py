@@ -1,4 +1,4 @@
-"""The outputs of a run for its user: metrics.jsonl, TensorBoard, summary.json, a progress bar or log, a profiler trace.
+"""The outputs of a run for its user: metrics.jsonl, TensorBoard, mlperf.log, summary.json, progress, a profiler trace.
 
 Only rank 0 writes, except for the trace, which every rank writes for itself.
 """
@@ -9,10 +9,10 @@ import functools
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
@@ -24,6 +24,8 @@ from tqdm import tqdm
 
 from dlrm_fused.config import Config, to_yaml
 from dlrm_fused.errors import TrainingError
+from dlrm_fused.records import replace_text
+from dlrm_fused.training.mlperf_log import MlperfLog
 
 logger = logging.getLogger(__name__)
 
@@ -64,20 +66,34 @@ class RunWriter:
     Args:
         resume_step: the step of the checkpoint that the run continues from; 0 for a run that starts anew.
         made_again: names of the splits on which the model of that step is evaluated again; their lines of it are removed.
+        mlperf_facts: for mlperf.log, see :func:`~dlrm_fused.training.mlperf_log.mlperf_facts`; None writes none.
     """
 
-    def __init__(self, run_dir: Path, config: Config, rank: int, resume_step: int = 0, made_again: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        rank: int,
+        resume_step: int = 0,
+        made_again: Sequence[str] = (),
+        mlperf_facts: Mapping[str, float | str] | None = None,
+    ) -> None:
         self._active = rank == 0
         self._folder = run_dir
-        self._open(config, resume_step, made_again)
+        self._mlperf: MlperfLog | None = None
+        self._open(config, resume_step, made_again, mlperf_facts)
 
     @_on_rank_0
-    def _open(self, config: Config, resume_step: int, made_again: Sequence[str]) -> None:
+    def _open(
+        self, config: Config, resume_step: int, made_again: Sequence[str], mlperf_facts: Mapping[str, float | str] | None
+    ) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = _open_metrics(self._folder / "metrics.jsonl", resume_step, made_again)
         self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
         self._progress = _progress(config.training.max_steps, resume_step)
         self.text("config", to_yaml(config))
+        if mlperf_facts is not None:
+            self._mlperf = MlperfLog(self._folder / "mlperf.log", config, mlperf_facts, resume_step, made_again)
 
     @_on_rank_0
     def text(self, tag: str, text: str) -> None:
@@ -96,6 +112,8 @@ class RunWriter:
         self._write_line({"kind": "train", "step": step, **values})
         self._write_scalars({_train_tag(name): value for name, value in values.items()}, step)
         self._progress.train(step, values)
+        if self._mlperf is not None:
+            self._mlperf.train(step, values["samples_per_second"])
 
     @_on_rank_0
     def expert_load(self, step: int, layer: int, fractions: Sequence[float]) -> None:
@@ -113,6 +131,10 @@ class RunWriter:
             global_step=step,
         )
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Time an evaluation during training; :meth:`evaluation` follows."""
+        return nullcontext() if self._mlperf is None else self._mlperf.evaluating()
+
     @_on_rank_0
     def evaluation(self, step: int, split: str, values: Mapping[str, _Value], final: bool = False) -> None:
         """A line about an evaluation after ``step``.
@@ -126,6 +148,14 @@ class RunWriter:
         self._write_scalars({f"evaluation/{split}_{name}": value for name, value in values.items()}, step)
         self._tensorboard.flush()
         self._progress.message(f"step {step}: {split} {_phrase(values)}")
+        if self._mlperf is not None and not final:
+            self._mlperf.evaluation(step, split, values)
+
+    @_on_rank_0
+    def training_ends(self, step: int, reached_target: bool) -> None:
+        """Note that no step follows; an evaluation of the final model and :meth:`summary` do."""
+        if self._mlperf is not None:
+            self._mlperf.end(step, reached_target)
 
     @_on_rank_0
     def summary(self, values: Mapping[str, _Value | _Table]) -> None:
@@ -138,6 +168,8 @@ class RunWriter:
         self._progress.close()
         self._metrics.close()
         self._tensorboard.close()
+        if self._mlperf is not None:
+            self._mlperf.close()
         self._active = False
 
     def _write_line(self, values: Mapping[str, _Value]) -> None:
@@ -155,7 +187,7 @@ class RunWriter:
 def write_json(path: Path, values: Mapping[str, _Value | _Table]) -> None:
     """Write a JSON object so that the file is complete or absent; NaN and infinity become null."""
     text = json.dumps(_finite(values), allow_nan=False, indent=2) + "\n"
-    _replace(path, text)
+    replace_text(path, text)
 
 
 def gpu_memory_gib(device: torch.device) -> dict[str, float]:
@@ -195,7 +227,7 @@ def _train_group(name: str) -> str:
 def _open_metrics(path: Path, resume_step: int, made_again: Sequence[str]) -> TextIO:
     if resume_step and path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        _replace(path, "".join(line for line in lines if _is_complete_up_to(line, resume_step, made_again)))
+        replace_text(path, "".join(line for line in lines if _is_complete_up_to(line, resume_step, made_again)))
         return path.open("a")
     return path.open("w")
 
@@ -208,15 +240,6 @@ def _is_complete_up_to(line: str, step: int, made_again: Sequence[str]) -> bool:
         return line.endswith("\n") and values["step"] <= step and not is_made_again
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _phrase(values: Mapping[str, _Value]) -> str:

@@ -31,6 +31,7 @@ from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore, 
 from dlrm_fused.training.efficiency import efficiency, step_work
 from dlrm_fused.training.evaluation import REPORTED, evaluate, named, report, undefined
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker, load_values, read_expert_loads
+from dlrm_fused.training.mlperf_log import mlperf_facts
 from dlrm_fused.training.next_steps import next_steps
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, loses_patience, reaches_target
@@ -166,7 +167,8 @@ class Trainer:
         self._gpu = data_sheet(device)
         due = {_WINDOW: self._windows_due, config.evaluation.split.name: self._has_evaluation_to_make}
         made_again = [split for split in due if due[split]]
-        self._writer = RunWriter(folder.path, config, rank.index, start_step, made_again)
+        facts = mlperf_facts(config, dataset, device, rank.world_size) if config.telemetry.mlperf_log else None
+        self._writer = RunWriter(folder.path, config, rank.index, start_step, made_again, facts)
         self._show_plan()
 
     def _continue_from(self, step: int) -> None:
@@ -215,6 +217,7 @@ class Trainer:
     def _complete(self) -> None:
         began = time.monotonic()
         self._make_steps()
+        self._writer.training_ends(self._step, self._reached_target)
         self._checkpoints.wait()
         model = self._pipeline.detach()  # for good: going on would start an exchange that nobody waits for
         model.eval()
@@ -393,7 +396,7 @@ class Trainer:
         """Return the metrics of a split, or of a window of it, by label; its time does not count as one of training."""
         config = self._config
         self._throughput.stop(self._step)
-        with self._pipeline.paused() as model:
+        with self._pipeline.paused() as model, self._writer.evaluating():
             values = evaluate(
                 model,
                 self._dataset,

@@ -1,7 +1,8 @@
-"""Tensor parallelism: on any number of ranks the Transformer has the encodings and gradients that it has on one."""
+"""Tensor parallelism: on any number of ranks encoders of histories have the encodings and gradients that they have on one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrm_fused.config import ModelConfig
 from dlrm_fused.errors import UsageError
+from dlrm_fused.models.history import HistoryEncoder
+from dlrm_fused.models.hstu import Hstu
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
@@ -25,6 +28,8 @@ from tests.distributed.launch import run_ranks
 
 SAMPLES, HISTORY, WIDTH = 12, 3, 5
 SHAPE = {"token_width": WIDTH, "d_model": 24, "heads": 12, "layers": 2, "d_ff": 48, "history_length": HISTORY}
+# Heads wide enough for a norm of each.
+OF_HSTU = {"token_width": WIDTH, "d_model": 96, "heads": 12, "layers": 2, "history_length": HISTORY}
 
 
 def transformer(product: LayerProducts | None = None, **changes: int) -> HistoryTransformer:
@@ -32,13 +37,29 @@ def transformer(product: LayerProducts | None = None, **changes: int) -> History
     return HistoryTransformer(**(SHAPE | changes), product=product)
 
 
-def encodings_and_gradients(model: HistoryTransformer, share: int, shares: int) -> tuple[Tensor, dict[str, Tensor]]:
+def hstu(product: LayerProducts | None = None) -> Hstu:
+    torch.manual_seed(1)
+    model = Hstu(**OF_HSTU, product=product, reads_times=True)
+    with torch.no_grad():
+        for block, _ in model.stages():
+            for parameter in (block.by_distance, block.by_time, block.gated_norm):
+                # The same on all ranks as on one: each head has other values.
+                first = 0 if product is None else dist.get_rank(product.group) * len(parameter)
+                parameter += 0.3 * torch.randn(SHAPE["heads"], parameter.shape[1])[first : first + len(parameter)]
+    return model
+
+
+ENCODERS: dict[str, Callable[..., HistoryEncoder[Any]]] = {"transformer": transformer, "hstu": hstu}
+
+
+def encodings_and_gradients(model: HistoryEncoder[Any], share: int, shares: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Of one of so many equal shares of the samples; the loss is the mean over the share."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(SAMPLES, HISTORY + 1, WIDTH, generator=generator).chunk(shares)[share].clone().requires_grad_()
     lengths = torch.randint(0, HISTORY + 1, (SAMPLES,), generator=generator).chunk(shares)[share]
     direction = torch.randn(SAMPLES, model.d_model, generator=generator).chunk(shares)[share]
-    encoded = model(tokens.flatten(0, 1), lengths)
+    times = torch.randint(0, 10_000, (SAMPLES, HISTORY + 1), generator=generator).cumsum(1).chunk(shares)[share]
+    encoded = model(tokens.flatten(0, 1), lengths, token_times=times)
     torch.tanh(encoded * direction).sum(dim=1).mean().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return encoded.detach(), {"tokens": tokens.grad / shares, **gradients}
@@ -59,7 +80,7 @@ def whole(piece: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Te
     return torch.cat(pieces, dim)
 
 
-def on_ranks(tensor_parallel: int, how: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def on_ranks(encoder: str, tensor_parallel: int, how: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Encodings, gradients as a trainer gets them, and weights, put together from all ranks."""
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
@@ -68,12 +89,12 @@ def on_ranks(tensor_parallel: int, how: str) -> tuple[Tensor, dict[str, Tensor],
         if how != "unfused":
             memory = symmetric_group(groups.model_parallel)
             rows = SAMPLES * (HISTORY + 1) // 3  # fewer than there are: several calls
-            sizes = {"max_rows": rows, "max_columns": SHAPE["d_model"], "dtype": torch.float32}
+            sizes = {"max_rows": rows, "max_columns": OF_HSTU["d_model"], "dtype": torch.float32}
             if how == "sums":
                 products = replace(products, workspace=GemvWorkspace(memory, name="test", **sizes))
             else:
                 products = replace(products, shards=ShardWorkspace(memory, name="test", **sizes))
-        model = transformer(products)
+        model = ENCODERS[encoder](products)
         encoded, gradients = encodings_and_gradients(model, rank.index, rank.world_size)
         gathered = {"encoded": whole(encoded, 0, dist.group.WORLD), "tokens": whole(gradients["tokens"], 0, dist.group.WORLD)}
         weights = {}
@@ -103,9 +124,18 @@ def on_ranks(tensor_parallel: int, how: str) -> tuple[Tensor, dict[str, Tensor],
     ],
 )
 def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, how: str) -> None:
-    model = transformer()
+    assert_the_same("transformer", ranks, tensor_parallel, how)
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel", "how"), [(3, 3, "unfused"), (4, 2, "sums"), (2, 2, "shards")])
+def test_hstu_on_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, how: str) -> None:
+    assert_the_same("hstu", ranks, tensor_parallel, how)
+
+
+def assert_the_same(encoder: str, ranks: int, tensor_parallel: int, how: str) -> None:
+    model = ENCODERS[encoder]()
     encoded, gradients = encodings_and_gradients(model, 0, 1)
-    for result in run_ranks(ranks, on_ranks, tensor_parallel, how):
+    for result in run_ranks(ranks, on_ranks, encoder, tensor_parallel, how):
         torch.testing.assert_close(result[0], encoded, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result[1], gradients, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(result[2], dict(model.state_dict()), rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -37,7 +38,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write_prepared_set(folder, samples, times={split: of_split.astype(np.int64) for split, of_split in times.items()})
     data = ["data.source=prepared", f"data.path={folder}", "data.windows=day", "data.shuffle_window_rows=1000"]
     training = [f"training.max_steps={STEPS}", "training.global_batch_size=16", "checkpoint.every_steps=5"]
-    return [*data, *training, "evaluation.every_steps=13"]
+    return [*data, *training, "evaluation.every_steps=13", "telemetry.mlperf_log=true"]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,21 @@ def test_each_window_is_evaluated_on_before_it_is_trained_on(uninterrupted: Path
     assert len([line for line in metrics(uninterrupted, "evaluation") if line["split"] == "validation"]) == STEPS // 13
     (final,) = metrics(uninterrupted, "final_evaluation")
     assert (final["split"], final["step"], final["samples"]) == ("test", STEPS, 200)
+    of_mlperf = [line for line in mlperf_lines(uninterrupted) if line["key"] == "eval_accuracy"]
+    evaluations = metrics(uninterrupted, "evaluation")
+    assert [(line["value"], line["metadata"]["step_num"]) for line in of_mlperf] == [(e["auc"], e["step"]) for e in evaluations]
+
+
+def mlperf_lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of mlperf.log, but for the times in them."""
+    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in (run / "mlperf.log").read_text().splitlines()]
+    return [{**line, "time_ms": 0, "value": None if line["key"] == "tracked_stats" else line["value"]} for line in lines]
+
+
+def assert_goes_on_to_the_same_end(config: Config, uninterrupted: Path) -> None:
+    start_training(config, 2).wait()
+    assert_same_outcome(config.run_dir, uninterrupted)
+    assert mlperf_lines(config.run_dir) == mlperf_lines(uninterrupted)
 
 
 def test_windows_do_not_depend_on_the_number_of_ranks(tmp_path: Path, uninterrupted: Path, settings: list[str]) -> None:
@@ -69,8 +85,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     for step in sorted(chance.sample(range(1, STEPS - 1), 2)):
         kill_at_step(start_training(config, 2), config.run_dir, step, chance.uniform(0, 0.02))
         assert_checkpoints_are_complete(config.run_dir)
-    start_training(config, 2).wait()
-    assert_same_outcome(config.run_dir, uninterrupted)
+    assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
 def train_with_trouble_in(config: Config, trouble: str) -> str:
@@ -106,8 +121,7 @@ def test_a_run_that_is_stopped_in_an_evaluation_makes_it_again(
     config = small_config(tmp_path, *settings)
     assert run_ranks(2, train_with_trouble_in, config, window) == ["stopped"] * 2
     assert windows_of(config.run_dir) == ["2024-01-02"]
-    start_training(config, 2).wait()
-    assert_same_outcome(config.run_dir, uninterrupted)
+    assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
 def test_a_run_that_ends_between_two_evaluations_of_a_step_reports_each_once(
@@ -118,8 +132,7 @@ def test_a_run_that_ends_between_two_evaluations_of_a_step_reports_each_once(
     with pytest.raises(RankFailed, match="the end of a process"):
         run_ranks(2, train_with_trouble_in, config, "validation")
     assert windows_of(config.run_dir)[-1] == "2024-01-06", "evaluated on, but not in a checkpoint"
-    start_training(config, 2).wait()
-    assert_same_outcome(config.run_dir, uninterrupted)
+    assert_goes_on_to_the_same_end(config, uninterrupted)
 
 
 def test_a_model_that_is_trained_already_is_evaluated_on_the_first_window(

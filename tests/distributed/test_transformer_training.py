@@ -81,6 +81,16 @@ def test_losses_do_not_depend_on_ranks_tensor_parallelism_and_comm(tmp_path, alo
     assert comm == "baseline" or all(re.search(rf" {measured_or_fused[comm]}$", line) for line in tables)
 
 
+def test_losses_of_hstu_do_not_depend_on_them_either(tmp_path):
+    """Generated histories have times, which its bias reads."""
+    alone, fused = (
+        train(tmp_path / comm, ranks, *SETTINGS, "model.kind=hstu", f"comm={comm}", "training.max_steps=8")
+        for ranks, comm in ((1, "baseline"), (2, "fused"))
+    )
+    assert losses(fused) == pytest.approx(losses(alone), rel=1e-5, abs=0)
+    assert evaluate(fused, 1, "comm=baseline")["auc"] == pytest.approx(summary(alone)["test_auc"], abs=1e-5)
+
+
 def test_pooled_embeddings_of_16_bits_are_read(tmp_path):
     of_comm = {
         comm: train(tmp_path / comm, 2, *SETTINGS, f"comm={comm}", "training.max_steps=10", "embedding.output_dtype=fp16")

@@ -39,6 +39,7 @@ def test_generated_samples_equal_those_of_the_cpu(gpu: torch.device, jagged: boo
         assert samples.tokens.values().device == gpu
         assert torch.equal(samples.tokens.values().cpu(), expected.tokens.values())
         assert torch.equal(samples.tokens.lengths().cpu(), expected.tokens.lengths())
+        assert torch.equal(samples.token_times.cpu(), expected.token_times)
     assert (samples.tokens is None) == (expected.tokens is None) == (history_length == 0)
 
 

@@ -16,12 +16,17 @@ from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 
 
 def prepared_rows(
-    run: Path, count: int | None = None, with_history: bool = False, overrides: Sequence[str] = ()
+    run: Path,
+    count: int | None = None,
+    with_history: bool = False,
+    with_times: bool = False,
+    overrides: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """The first ``count`` samples of the test split, by default all, as rows of ids and numbers.
 
     Args:
         with_history: give rows what a model reads that reads histories.
+        with_times: give rows and histories their times, too.
         overrides: ``key=value`` settings in place of those of the run.
     """
     dataset = open_dataset(load_config(run / "config.yaml", overrides), torch.device("cpu"))
@@ -33,6 +38,11 @@ def prepared_rows(
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     if with_history:
         _add_histories(rows, samples, schema)
+    if with_times:
+        assert samples.token_times is not None
+        for row, times in zip(rows, samples.token_times.tolist(), strict=True):
+            for token, time in zip([*row["history"], row], times, strict=False):
+                token["token_time"] = time
     return rows
 
 

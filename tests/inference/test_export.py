@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,22 @@ import polars
 import pyarrow as pa
 import pytest
 import safetensors.numpy
+import torch
+from fastapi import HTTPException
 from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
+from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
-from dlrm_fused.inference.export.loader import Model, load
+from dlrm_fused.inference.export.loader import InputError, Inputs, Model, load
+from dlrm_fused.inference.export.program import export_dense_part
 from dlrm_fused.inference.export.quality import Quality
 from dlrm_fused.inference.export.weights import convert
-from tests.distributed.launch import be_script, run_alone, train
+from dlrm_fused.inference.http.limits import Limits
+from dlrm_fused.inference.http.requests import parse, request_schema
+from dlrm_fused.models import build_model
+from tests.distributed.launch import be_script, run_alone, small_config, train
 from tests.inference.exporting import export, predictions_of_eval, running_service
 from tests.inference.rows import prepared_rows
 from tests.unit.prepared_sets import write_prepared_set
@@ -52,6 +59,7 @@ MODELS = {
     "dlrm_of_unequal_tables": ["embedding.sharding=column_wise", *DIMS],
     "dcnv2_of_unequal_tables": ["model.kind=dcnv2", "embedding.sharding=row_wise", *DIMS],
     "transformer_of_unequal_tables": ["model.kind=transformer", *HISTORY, *DIMS, "embedding.tables.token_item.dim=12"],
+    "hstu": ["model.kind=hstu", *HISTORY],
     "transformer_of_experts": [
         "model.kind=transformer",
         "model.tensor_parallel=1",
@@ -60,7 +68,7 @@ MODELS = {
     ],
 }
 # They have between them each kind of model, of table, of layer that ranks share.
-QUICK = ["dlrm", "dcnv2", "experts", "dcnv2_of_unequal_tables", "transformer_of_unequal_tables"]
+QUICK = ["dlrm", "dcnv2", "experts", "dcnv2_of_unequal_tables", "transformer_of_unequal_tables", "hstu"]
 
 
 def models(quick: list[str]) -> list[Any]:
@@ -127,7 +135,8 @@ def exported_of(run: Path) -> Exported:
     folder = run.parent / "model"
     quality = export(run, folder)
     model = load(folder)
-    rows = prepared_rows(run, with_history=bool(model.info["history_length"]))
+    has_history, has_times = bool(model.info["history_length"]), model.info["reads_times"]
+    rows = prepared_rows(run, with_history=has_history, with_times=has_times)
     return Exported(folder, model, quality, rows, predictions_of_eval(run))
 
 
@@ -155,6 +164,62 @@ def largest_auc_difference(run: Path, ours: NDArray[np.float32], evals: NDArray[
         return 0.0
     near = np.searchsorted(negatives, positives + margin, "right") - np.searchsorted(negatives, positives - margin, "left")
     return float(near.sum()) / (len(positives) * len(negatives))
+
+
+PAST = {"token_item": 3, "token_response": 1, "token_gap": 0, "token_time": 1_000}
+NOW = {"token_item": 4, "token_gap": 5, "token_time": 2_000, "history": [PAST]}
+UNTIMED = {name: value for name, value in PAST.items() if name != "token_time"}
+ALLOWED = "allowed: seconds since 1970, signed whole numbers of 64 bits"
+
+
+@pytest.mark.parametrize("run", ["hstu"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_time": None}, f"row 0, feature token_time: None; {ALLOWED}"),
+        ({"token_time": 2e3}, f"row 0, feature token_time: 2000.0; {ALLOWED}"),
+        ({"token_time": 2**63}, f"row 0, feature token_time: 9223372036854775808; {ALLOWED}"),
+        ({"history": [UNTIMED]}, "row 0, history[0]: feature token_time is missing; each row has all features"),
+        ({"history": [{**PAST, "token_time": "1"}]}, f"row 0, history[0], feature token_time: '1'; {ALLOWED}"),
+        (
+            {"history": [PAST, {**PAST, "token_time": 999}]},
+            "row 0, history[0], feature token_time: 1000; allowed: times in ascending order, before the row's own, 2000",
+        ),
+        (
+            {"token_time": 1_000},
+            "row 0, history[0], feature token_time: 1000; allowed: times in ascending order, before the row's own, 1000",
+        ),
+    ],
+)
+def test_a_request_with_a_wrong_time_is_refused(exported: Exported, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(HTTPException) as refused:
+        parse(json.dumps({"rows": [{**exported.rows[0], **NOW, **change}]}).encode(), exported.model, Limits())
+    assert (refused.value.status_code, refused.value.detail) == (422, message)
+
+
+@pytest.mark.parametrize("run", ["hstu"], indirect=True)
+def test_times_count_of_a_model_that_reads_them(exported: Exported) -> None:
+    model, row = exported.model, {**exported.rows[0], **NOW}
+    assert model.predict([row]) != model.predict([{**row, "token_time": 10**9}])
+    joined = Inputs.join([model.encode(exported.rows[:2]), model.encode([]), model.encode(exported.rows[2:5])])
+    np.testing.assert_allclose(model.score(joined), exported.expected[:5], rtol=0, atol=1e-6)
+    with pytest.raises(InputError, match="row 0: feature token_time is missing"):
+        model.predict([{name: value for name, value in row.items() if name != "token_time"}])
+    described = request_schema(model)["requestBody"]["content"]["application/json"]["schema"]["properties"]["rows"]["items"]
+    assert described["properties"]["token_time"] == {"description": ALLOWED.removeprefix("allowed: ")}
+
+
+def test_the_program_of_hstu_without_times_takes_any_number_of_rows(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "model.kind=hstu", *HISTORY)
+    schema = replace(open_dataset(config, torch.device("cpu")).schema, has_token_times=False)
+    model = build_model(config, schema, 1, torch.device("cpu")).eval().model
+    program = export_dense_part(model, config, schema).module()
+    for rows in (1, 2, 70):
+        dense, pooled, tokens = torch.randn(rows, 4), torch.randn(rows, 4 * 8), torch.randn(rows * 7, 3 * 8)
+        lengths = torch.arange(rows) % 7
+        with torch.no_grad():
+            logits = model.over_arch(model.dense_arch(dense), pooled, model.transformer(tokens, lengths))
+        torch.testing.assert_close(program(dense, pooled, tokens, lengths), logits.squeeze(1).sigmoid(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("run", models(["dlrm", "transformer_of_unequal_tables"]), indirect=True)

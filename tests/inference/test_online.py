@@ -17,13 +17,15 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.config import Split
+from dlrm_fused.config import Split, SyntheticConfig
+from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError, UsageError
-from dlrm_fused.inference.online.evaluation import score_run_online
+from dlrm_fused.inference.online.evaluation import RequestSamples, score_run_online
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, Candidates, History, OnlineScorer
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.models.tensor_parallel import LayerProducts
-from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
+from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import ErrorStore, Rank, choose_device, process_group
@@ -43,13 +45,13 @@ def tables(features: dict[str, int]) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs, device=torch.device("cpu"))
 
 
-def full_model(product: LayerProducts | None = None) -> TransformerDLRM:
+def full_model(product: LayerProducts | None = None) -> HistoryDLRM:
     """The same on every rank, but for the pieces of cut layers."""
     torch.manual_seed(1)
     transformer = HistoryTransformer(
         token_width=len(TOKENS) * DIM, d_model=16, heads=4, layers=2, d_ff=64, history_length=HISTORY, product=product
     )
-    return TransformerDLRM(tables(SPARSE), tables(TOKENS), transformer, DENSE, [8, DIM], [8, 1])
+    return HistoryDLRM(tables(SPARSE), tables(TOKENS), transformer, DENSE, [8, DIM], [8, 1])
 
 
 def draw_bags(features: dict[str, int], count: int, generator: torch.Generator) -> list[list[list[int]]]:
@@ -245,6 +247,15 @@ TRANSFORMER = [
 def score_online(run: Path, overrides: list[str]) -> None:
     rank = Rank.from_environment()
     score_run_online(run, "last", Split.test, overrides, 2, rank, ErrorStore(rank))
+
+
+def test_the_batch_for_the_full_model_has_the_times_of_its_tokens() -> None:
+    settings = SyntheticConfig(tables=1, rows=[50], jagged=True, history_length=4, history_items=20)
+    samples = SyntheticDataset(settings, 1, torch.device("cpu")).read(Split.test, torch.arange(8))
+    assert samples.token_times is not None
+    times = RequestSamples(samples, 4).batch(3).token_times
+    assert times is not None
+    assert times.tolist() == samples.token_times[:3].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,22 @@ def test_histories_are_encoded_as_in_training(history_run: Path, history_model: 
     assert history_model.predict(rows).tolist() == predictions.tolist()
 
 
+def test_hstu_reads_the_times_of_rows_of_the_table(history_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "set").symlink_to(history_run.parent / "set")
+    run = train(tmp_path, "model.kind=hstu", "model.d_model=16", "model.layers=1")
+    export(run, tmp_path / "model")
+    model, new = load(tmp_path / "model"), table(300, seed=3)
+    rows = with_histories(new)
+    np.testing.assert_allclose(model.predict(rows), expected(run, new, tmp_path), rtol=0, atol=1e-6)
+    assert model.info["reads_times"]
+    with pytest.raises(InputError, match=r"row 0, history\[0\], feature time: 1700000100; allowed: times in ascending order"):
+        model.predict([{**NOW, "history": [{**PAST, "time": 1_700_000_100}]}])
+    with pytest.raises(InputError, match=r"row 0, feature time: 1e\+30; allowed: seconds since 1970"):
+        model.predict([{**NOW, "time": 1e30}])
+    with pytest.raises(InputError, match="row 0: feature time is missing"):
+        model.predict([{name: value for name, value in NOW.items() if name != "time"}])
+
+
 def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Path) -> None:
     """A table with times in milliseconds gives the predictions of the one with seconds."""
 

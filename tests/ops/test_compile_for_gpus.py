@@ -66,6 +66,8 @@ from dlrm_fused.ops.gemv_all_reduce.copies import CopiedSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, choose_blocks, fitted, needed_memory, override
 from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
+from dlrm_fused.ops.hstu_attention import BUCKETS, JaggedQueries, RelativeBias, backward, bias_gradient
+from dlrm_fused.ops.hstu_attention import kernel as hstu
 from dlrm_fused.ops.moe import dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
@@ -165,7 +167,7 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
     monkeypatch.setattr(devices, "is_nvidia", lambda device: of.target.backend == "cuda")
     monkeypatch.setattr(devices, "capability", lambda device: of.capability)
     monkeypatch.setattr(gemv, "starts_early", lambda device, programs: devices.has_dependent_launches(device))
-    for module in (gemm, weight_gradient, products, pieces, attention):
+    for module in (gemm, weight_gradient, products, pieces, attention, hstu, bias_gradient):
         monkeypatch.setattr(module, "gpu_of", lambda device: replace(INTERPRETER, shared_memory=of.memory))
     for module in (scatter, dispatch, reduce, adagrad, meeting):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
@@ -437,6 +439,24 @@ def launch_attention(dtype: torch.dtype) -> None:
     attention.cached_attention(torch.zeros(5, 2, 3, 24, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
 
 
+def launch_hstu_attention(
+    dtype: torch.dtype, d: int, biases: str = "", has_targets: bool = False, queries: int | None = None
+) -> None:
+    """All that training launches, of queries, keys and values in one tensor."""
+    bounds, heads = torch.zeros(3, dtype=torch.int64), 4
+    targets = bounds[1:] if has_targets else None
+    batch = JaggedQueries(bounds, bounds, bounds[1:], longest=1000, targets_from=targets, most_queries=queries)
+    by_distance = torch.zeros(heads, 1000) if "distance" in biases else None
+    by_time = (torch.zeros(heads, BUCKETS), torch.zeros(8, dtype=torch.int64)) if "time" in biases else ()
+    of_rows = torch.zeros(8, heads, 4, d, dtype=dtype).unbind(2)
+    call = hstu.Call(*of_rows[:3], batch, RelativeBias(by_distance, *by_time), scale=0.1, divisor=1000.0)
+    gradient = hstu.forward(call)
+    backward.queries_gradient(call, gradient)
+    backward.keys_and_values_gradients(call, gradient)
+    if biases:
+        bias_gradient.biases_gradients(call, gradient, of_distances="distance" in biases, of_times="time" in biases)
+
+
 def launch_adagrad() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3000))
     parameter.grad = torch.zeros(3000)
@@ -470,6 +490,8 @@ OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 OF_FLAGS = {"begin_kernel", "gate_kernel", "mark_kernel"}
 OF_PIECES = {"arriving_gemm_kernel", "pushing_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
 # What is launched, and the kernels that it compiles.
+OF_HSTU = {"forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel"}
+OF_HSTU_WITH_BIASES = {*OF_HSTU, "biases_gradient_kernel"}
 OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel"}
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
@@ -514,6 +536,16 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "sums_of_many_ranks": (launch_sums_of_many_ranks, {"add_up_kernel", "add_up_present_kernel"}),
     "attention": (lambda: launch_attention(torch.float16), {"_part_kernel", "_merge_kernel"}),
     "attention_fp32": (lambda: launch_attention(SINGLE), {"_part_kernel", "_merge_kernel"}),
+    "hstu_attention": (lambda: launch_hstu_attention(HALF, 64), OF_HSTU),
+    "hstu_attention_of_candidates": (
+        lambda: launch_hstu_attention(HALF, 128, "distance, time", has_targets=True),
+        OF_HSTU_WITH_BIASES,
+    ),
+    "hstu_attention_of_one_query": (
+        lambda: launch_hstu_attention(torch.float16, 24, "distance", queries=1),
+        OF_HSTU_WITH_BIASES,
+    ),
+    "hstu_attention_fp32": (lambda: launch_hstu_attention(SINGLE, 32, "distance, time"), OF_HSTU_WITH_BIASES),
     "adagrad": (launch_adagrad, {"adagrad_kernel"}),
     "meeting": (lambda: meeting.meet(channel(), 1), {"meet_kernel"}),
     "meeting_low_address": (lambda: meeting.meet(channel(control=1 << 20), 1), {"meet_kernel"}),
@@ -531,7 +563,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
 
 
 # Long ones: products in fp32, and those of pieces, are many instructions.
-LONG = {"gemm_fp32", "gemm_combine_fp8", "products_of_pieces", "products_of_pieces_fp32"}
+LONG = {"gemm_fp32", "gemm_combine_fp8", "hstu_attention_fp32", "products_of_pieces", "products_of_pieces_fp32"}
 # They read float8_e4m3fn, which needs compute capability 8.9.
 WITH_FLOAT8 = {"gemm_combine_fp8", "gemm_split_fp8"}
 
@@ -543,9 +575,12 @@ def is_possible(name: str, architecture: str) -> bool:
 # In `make test-all`: what differs most from Hopper, in little time.
 SLOW = {
     "sm_80": LAUNCHES.keys() - LONG,
-    "sm_90": {"gemm_fp32", "gemm_combine_fp8", "products_of_small_pieces", "products_of_pieces_fp32"},
+    "sm_90": {
+        *("gemm_fp32", "gemm_combine_fp8", "products_of_small_pieces", "products_of_pieces_fp32"),
+        *("hstu_attention", "hstu_attention_of_one_query", "hstu_attention_fp32"),
+    },
     "sm_120": LAUNCHES.keys() - LONG - {"products_of_small_pieces"},
-    "gfx942": {"lookup", "update_rowwise_adagrad", "gemv_one_shot", "feature_exchange", "attention"},
+    "gfx942": {"lookup", "update_rowwise_adagrad", "gemv_one_shot", "feature_exchange", "attention", "hstu_attention"},
 }
 
 
@@ -745,3 +780,13 @@ def test_attention_fits_in_shared_memory(architecture: str, d_head: int, dtype: 
     attention.cached_attention(torch.zeros(count, 2, 3, d_head, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
     for kernel in compiled.values():
         assert kernel.metadata.shared <= room_of_program(ARCHITECTURES[architecture].memory)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_hstu_attention_fits(architecture: str, d: int, dtype: torch.dtype, compiled: dict[str, Any]) -> None:
+    launch_hstu_attention(dtype, d, "distance, time", has_targets=True)
+    for kernel in compiled.values():
+        check_limits(kernel, ARCHITECTURES[architecture])

@@ -17,7 +17,9 @@ def _batch() -> Batch:
     # Of two tokens a sample: the samples have no, one and no interaction before the candidate.
     tokens = sparse_from_features(["token"], [np.array([1, 2, 3, 4], dtype=np.int32)], [np.array([1, 0, 1, 1, 1, 0])], 6)
     lengths = torch.tensor([0, 1, 0], dtype=torch.int32)
-    return Batch(torch.ones(3, 2), sparse, torch.zeros(3), torch.ones(3), 12, tokens, lengths, torch.ones(3), 4)
+    return Batch(
+        torch.ones(3, 2), sparse, torch.zeros(3), torch.ones(3), 12, tokens, lengths, torch.ones(3), 4, torch.ones(3, 2).long()
+    )
 
 
 def test_features_are_joined_in_order_with_their_lengths() -> None:
@@ -38,8 +40,9 @@ def test_a_batch_moves_as_one_and_keeps_its_global_size() -> None:
     assert moved.tokens is not None
     assert moved.history_lengths is not None
     assert moved.sample_weights is not None
+    assert moved.token_times is not None
     tensors = [moved.dense, moved.sparse.values(), moved.sparse.lengths(), moved.labels, moved.weights]
-    tensors += [moved.tokens.values(), moved.tokens.lengths(), moved.history_lengths, moved.sample_weights]
+    tensors += [moved.tokens.values(), moved.tokens.lengths(), moved.history_lengths, moved.sample_weights, moved.token_times]
     assert all(tensor.is_meta for tensor in tensors)
     assert moved.tokens.stride() == 6
     assert (moved.global_size, moved.token_count) == (12, 4)

@@ -12,24 +12,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlrm_fused.config import Config, ModelKind, Split
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import forward_flops, training_flops
 from tests.unit.small_models import config_of
 
 SAMPLES = 6
 CPU = torch.device("cpu")
+HISTORIES = [
+    "data.synthetic.history_length=6",
+    "data.synthetic.history_items=9",
+    "model.d_model=16",
+    "model.layers=3",
+    "model.heads=4",
+    "model.tensor_parallel=1",
+]
 KINDS = {
     "dlrm": ["model.kind=dlrm"],
     "dcnv2": ["model.kind=dcnv2", "model.cross_layers=4", "model.cross_rank=7"],
-    "transformer": [
-        "model.kind=transformer",
-        "data.synthetic.history_length=6",
-        "data.synthetic.history_items=9",
-        "model.d_model=16",
-        "model.layers=3",
-        "model.heads=4",
-        "model.tensor_parallel=1",
-    ],
+    "transformer": ["model.kind=transformer", *HISTORIES],
+    "hstu": ["model.kind=hstu", *HISTORIES],
 }
 DIMS = ["embedding.tables.table_1.dim=8", "embedding.tables.table_4.dim=20"]
 EXPERTS = ["model.experts.count=8", "model.experts.top_k=3", "model.experts.hidden=40"]
@@ -48,6 +50,7 @@ def counted_by_torch(config: Config, dataset: Dataset) -> int:
     samples = dataset.read(Split.train, torch.arange(SAMPLES))
     weights = torch.ones(SAMPLES)
     batch = Batch(samples.dense, samples.sparse, samples.labels, weights, SAMPLES, samples.tokens, samples.history_lengths)
+    batch.token_times = samples.token_times
     # The counter does not know the fused attention of the CPU.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         task(batch)
@@ -57,13 +60,17 @@ def counted_by_torch(config: Config, dataset: Dataset) -> int:
 @pytest.mark.parametrize("kind", ModelKind, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("experts", [[], EXPERTS, SHARED], ids=["no experts", "experts", "and a shared one"])
 def test_is_what_torch_counts(tmp_path: Path, kind: ModelKind, experts: list[str]) -> None:
+    if kind is ModelKind.hstu and experts:
+        with pytest.raises(ConfigError, match=r"model\.experts\.count=8: allowed: 0 with model\.kind=hstu"):
+            small(tmp_path, *KINDS[kind.name], *experts)
+        return
     config, dataset = small(tmp_path, *KINDS[kind.name], *experts)
     assert SAMPLES * forward_flops(config, dataset.schema) == counted_by_torch(config, dataset)
 
 
 @pytest.mark.parametrize("kind", ModelKind, ids=lambda kind: kind.name)
 def test_is_what_torch_counts_for_tables_that_differ_in_columns(tmp_path: Path, kind: ModelKind) -> None:
-    of_tokens = ["embedding.tables.token_item.dim=16"] if kind is ModelKind.transformer else []
+    of_tokens = ["embedding.tables.token_item.dim=16"] if kind.reads_histories else []
     config, dataset = small(tmp_path, *KINDS[kind.name], *DIMS, *of_tokens)
     assert SAMPLES * forward_flops(config, dataset.schema) == counted_by_torch(config, dataset)
 

@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets import open_dataset
+from dlrm_fused.datasets.loader import EvaluationLoader
 from dlrm_fused.datasets.preparation import cli, movielens
 from dlrm_fused.datasets.preparation.histories import Histories, count_earlier, find_histories
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
@@ -122,6 +123,29 @@ def test_tokens_are_the_ratings_before_oldest_first_then_the_candidate_without_i
         assert tokens["token_response"] == [[2 * other[2]] for other in history] + [[]] + padding
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_token_has_the_time_of_its_rating(prepared: Path, ranks: int) -> None:
+    """Behind the candidate its own is repeated. Of the last batches of 3 samples on 2 ranks one share is padded, by zeros."""
+    dataset = PreparedDataset(prepared)
+    assert dataset.schema.has_token_times
+    times = [[*(other[3] for other in history_of(r)), *[r[3]] * (LENGTH + 1 - len(history_of(r)))] for r in by_time()]
+    assert (times[0], times[37]) == ([1000] * 6, [1060, 1120, 1180, 1240, 1300, 1360])
+    found: dict[int, list[int]] = {}
+    first = 0
+    for split in Split:
+        for rank in range(ranks):
+            loader = EvaluationLoader(dataset, split, 3, rank, ranks, torch.device("cpu"), Config())
+            for number, batch in enumerate(loader):
+                assert batch.token_times is not None
+                assert batch.token_times.dtype == torch.int64
+                share = int(batch.weights.sum())
+                start = first + 3 * number + batch.global_size * rank // ranks
+                found |= dict(enumerate(batch.token_times[:share].tolist(), start))
+                assert batch.token_times[share:].tolist() == [[0] * (LENGTH + 1)] * (len(batch.weights) - share)
+        first += dataset.samples(split)
+    assert [found[sample] for sample in range(len(RATINGS))] == times
+
+
 def test_the_schema_tells_the_average_bag_with_padding(prepared: Path) -> None:
     schema = PreparedDataset(prepared).schema
     assert schema.history_length == LENGTH
@@ -166,6 +190,16 @@ def changed_inputs(tmp_path: Path, time: int, tamper: Callable[[Path], None]) ->
     return [a != b for a, b in zip(inputs, inputs_changed, strict=True)]
 
 
+def as_an_earlier_release_wrote_it(folder: Path) -> None:
+    """Without times of tokens."""
+    (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
+    (folder / "interactions/times.npy").unlink()
+    path = folder / "dataset.json"
+    content = json.loads(path.read_text())
+    del content["schema"]["has_token_times"]
+    path.write_text(json.dumps(content))
+
+
 def leaks(tmp_path: Path, time: int, tamper: Callable[[Path], None] = lambda _: None) -> int:
     """Samples up to ``time`` whose inputs depend on a label at ``time`` or later."""
     changed = changed_inputs(tmp_path, time, tamper)
@@ -193,7 +227,9 @@ def test_a_history_that_holds_equal_times_would_be_found(tmp_path: Path, monkeyp
         return replace(right, windows=np.stack([np.maximum(first, candidate - LENGTH), candidate, candidate], axis=1))
 
     monkeypatch.setattr(movielens, "find_histories", up_to_the_candidate)
-    assert leaks(tmp_path, TIMES[3]) > 0
+    with pytest.raises(DataError, match="expected a time before that of the candidate"):
+        leaks(tmp_path, TIMES[3])
+    assert leaks(tmp_path, TIMES[2], as_an_earlier_release_wrote_it) > 0
 
 
 def test_a_candidate_with_its_response_would_be_found(tmp_path: Path) -> None:
@@ -247,7 +283,14 @@ def test_a_window_that_cannot_be_is_refused(prepared: Path, window: list[int]) -
 
 
 @pytest.mark.parametrize(
-    "name", ["train/history.npy", "interactions/single.npy", "interactions/token_genres.values.npy", "test/history.npy"]
+    "name",
+    [
+        "train/history.npy",
+        "interactions/single.npy",
+        "interactions/token_genres.values.npy",
+        "interactions/times.npy",
+        "test/history.npy",
+    ],
 )
 def test_a_missing_file_is_named_when_the_set_is_opened(prepared: Path, name: str) -> None:
     (prepared / name).unlink()
@@ -262,6 +305,10 @@ def test_a_missing_file_is_named_when_the_set_is_opened(prepared: Path, name: st
         ({"interactions": 7}, r"interactions/single.npy: holds int32 of shape \[48, 3\], expected int32 of shape \[7, 3\]"),
         ({"schema": {"history_length": 0}}, "history_length is 0, expected 1 or more with token features"),
         ({"schema": {"token_features": []}}, "history_length is 5, expected 0 without token features"),
+        (
+            {"schema": {"token_features": [], "history_length": 0}, "interactions": 0},
+            "has_token_times is true, expected false without token features",
+        ),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(prepared: Path, change: dict[str, object], message: str) -> None:
@@ -271,6 +318,76 @@ def test_a_description_that_contradicts_itself_is_refused(prepared: Path, change
     path.write_text(json.dumps(content | change | {"schema": schema}))
     with pytest.raises(DataError, match=message):
         PreparedDataset(prepared)
+
+
+def change_times(folder: Path, rows: list[int], times: list[int]) -> None:
+    path = folder / "interactions/times.npy"
+    changed = np.load(path)
+    changed[rows] = times
+    np.save(path, changed)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (np.zeros(47, np.int64), r"holds int64 of shape \[47\], expected int64 of shape \[48\]"),
+        (np.zeros(48, np.float32), r"holds float32 of shape \[48\], expected int64"),
+    ],
+)
+def test_times_of_another_shape_or_type_are_refused(prepared: Path, times: np.ndarray, message: str) -> None:
+    np.save(prepared / "interactions/times.npy", times)
+    with pytest.raises(DataError, match=f"interactions/times.npy: {message}"):
+        PreparedDataset(prepared)
+
+
+def test_a_history_whose_times_decrease_is_refused(prepared: Path) -> None:
+    """Of the last test sample, whose history is the positions [first, first + 5)."""
+    first = np.load(prepared / "test/history.npy")[-1, 0]
+    change_times(prepared, [first + 2, first + 3], [1300, 1240])
+    dataset = PreparedDataset(prepared)
+    wrong = f"interactions/times.npy: rows {first + 2} and {first + 3}, one after the other in a sample, hold 1300 and 1240"
+    with pytest.raises(DataError, match=f"{wrong}, expected times that do not decrease; prepare the set again"):
+        dataset.read(Split.test, torch.arange(5))
+
+
+@pytest.mark.parametrize("later", [0, 60])
+def test_a_future_that_leaks_into_a_history_is_refused(prepared: Path, later: int) -> None:
+    """The last interaction of the second test sample's history happens at the candidate's time or after it."""
+    _, stop, candidate = np.load(prepared / "test/history.npy")[1]
+    time = np.load(prepared / "interactions/times.npy")[candidate]
+    change_times(prepared, [stop - 1], [time + later])
+    dataset = PreparedDataset(prepared)
+    wrong = f"times.npy: rows {stop - 1} and {candidate}, one after the other in a sample, hold {time + later} and {time}"
+    with pytest.raises(DataError, match=f"{wrong}, expected a time before that of the candidate, the latter; prepare"):
+        dataset.read(Split.test, torch.tensor([1]))
+
+
+def test_a_history_may_hold_equal_times_and_the_next_sample_may_be_of_before(prepared: Path) -> None:
+    samples = PreparedDataset(prepared).read(Split.train, torch.arange(38).flip(0))
+    assert samples.token_times is not None
+    assert samples.token_times[0, 0] > samples.token_times[-1, -1]
+    of_full_histories = samples.token_times[samples.history_lengths == LENGTH, :LENGTH]
+    assert (of_full_histories.diff() == 0).any()
+
+
+def test_a_set_of_an_earlier_release_has_no_times_of_tokens(prepared: Path) -> None:
+    as_an_earlier_release_wrote_it(prepared)
+    dataset = PreparedDataset(prepared)
+    assert not dataset.schema.has_token_times
+    samples = dataset.read(Split.test, torch.arange(5))
+    assert samples.tokens is not None
+    assert samples.token_times is None
+    (batch,) = EvaluationLoader(dataset, Split.test, 5, 1, 2, torch.device("cpu"), Config())
+    assert batch.token_times is None
+
+
+def test_damaged_times_are_found_by_their_checksums(tmp_path: Path) -> None:
+    """The change keeps their order, so that nothing else could tell."""
+    prepare(write_release(tmp_path / "source", RATINGS), tmp_path / "set")
+    position = np.load(tmp_path / "set/test/history.npy")[0, 2]
+    change_times(tmp_path / "set", [position], [np.load(tmp_path / "set/interactions/times.npy")[position] + 1])
+    with pytest.raises(DataError, match=r"interactions/times.npy: .*prepare the set again"):
+        PreparedDataset(tmp_path / "set").read(Split.test, torch.arange(5))
 
 
 def test_rows_of_token_tables_follow_those_of_sample_tables(prepared: Path) -> None:

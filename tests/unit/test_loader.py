@@ -207,6 +207,7 @@ def test_tokens_are_those_of_the_samples_and_padding_has_none(world_size: int) -
     assert whole.history_lengths is not None
     expected = [bag.tolist() for bag in whole.tokens["token_item"].to_dense()]
     bags: list[list[float]] = []
+    times: list[list[int]] = []
     for rank in range(world_size):
         (batch,) = EvaluationLoader(dataset, Split.test, 8, rank, world_size, CPU, config)
         assert batch.tokens is not None
@@ -218,7 +219,12 @@ def test_tokens_are_those_of_the_samples_and_padding_has_none(world_size: int) -
         for key in batch.tokens.keys():  # noqa: SIM118 (not a dictionary)
             assert batch.tokens[key].lengths()[samples * 5 :].sum() == 0
         bags += [bag.tolist() for bag in batch.tokens["token_item"].to_dense()][: samples * 5]
+        assert batch.token_times is not None
+        assert not batch.token_times[samples:].any()
+        times += batch.token_times[:samples].tolist()
     assert bags == expected
+    assert whole.token_times is not None
+    assert times == whole.token_times.tolist()
 
 
 def test_a_prepared_set_is_loaded(tmp_path: Path) -> None:

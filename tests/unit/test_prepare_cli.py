@@ -139,6 +139,7 @@ def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Pat
             assert torch.equal(a.tokens.lengths(), b.tokens.lengths())
             assert torch.equal(a.tokens.values(), b.tokens.values())
             assert torch.equal(a.history_lengths, b.history_lengths)
+            assert torch.equal(a.token_times, b.token_times)
 
 
 def test_more_synthetic_segments_than_dense_features_can_tell_are_refused(

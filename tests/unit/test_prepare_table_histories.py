@@ -58,8 +58,10 @@ def test_a_history_has_the_last_earlier_rows_of_the_user_in_order_of_time(tmp_pa
         ("token_label", False, True),
         ("token_gap", False, False),
     ]
+    assert schema.has_token_times
     rows, of_token = prepared_rows(prepared), tokens(prepared)
-    assert prepared.info.interactions == ROWS
+    time_of_token = np.load(tmp_path / "out/interactions/times.npy")
+    assert (prepared.info.interactions, time_of_token.dtype) == (ROWS, np.int64)
     users, times = table["user"].to_pylist(), table["time"].cast(pa.timestamp("s")).cast(pa.int64()).to_pylist()
     labels = table["clicked"].to_pylist()
     items = [0 if color is None else keys_of(pa.array([color]))[0] for color in table["color"].to_pylist()]
@@ -74,6 +76,8 @@ def test_a_history_has_the_last_earlier_rows_of_the_user_in_order_of_time(tmp_pa
             assert stop - first == len(last)
             assert of_token["token_color"][candidate] == ids["color"][row]
             assert of_token["token_tags"][candidate] == ids["tags"][row]
+            assert time_of_token[candidate] == times[row]
+            assert time_of_token[first:stop].tolist() == [times[r] for r in last]
             gap = times[row] - max((times[r] for r in earlier), default=times[row])
             assert of_token["token_gap"][candidate] == [int(gap).bit_length()]
             assert of_token["token_label"][first:stop] == [[labels[r]] for r in last]
@@ -144,6 +148,8 @@ def test_the_reader_takes_the_histories(tmp_path: Path, table: pa.Table) -> None
     assert samples.tokens.keys() == ["token_color", "token_tags", "token_label", "token_gap"]
     assert samples.history_lengths is not None
     assert samples.history_lengths.max() == LENGTH
+    assert samples.token_times is not None
+    assert (samples.token_times.diff() > 0).sum(1).max() == LENGTH
 
 
 def test_columns_may_have_the_names_of_what_histories_are_found_by(tmp_path: Path, table: pa.Table) -> None:

@@ -198,6 +198,7 @@ def test_tokens_of_a_sample_are_the_same_in_any_batch(jagged: bool) -> None:
     for feature in ("token_item", "token_response", "token_gap"):
         bags = _tokens(whole, feature)
         assert _tokens(some, feature) == [bag for row in rows.tolist() for bag in bags[row * 13 : (row + 1) * 13]]
+    assert torch.equal(some.token_times, whole.token_times[rows])
 
 
 @pytest.mark.parametrize("jagged", [False, True])
@@ -212,6 +213,40 @@ def test_a_history_is_followed_by_the_candidate_without_a_response(jagged: bool)
         assert of_bags.float().mean() == pytest.approx(feature.pooling_factor, abs=0.02)
         ids = samples.tokens[feature.name].values()
         assert 0 <= ids.min() < ids.max() == feature.rows - 1
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+def test_tokens_follow_each_other_in_time_at_gaps_of_a_second_to_24_days(jagged: bool) -> None:
+    dataset, samples, lengths = _histories(Split.train, 2000, jagged)
+    assert dataset.schema.has_token_times
+    assert samples.token_times is not None
+    assert samples.token_times.dtype == torch.int64
+    gaps = samples.token_times.diff(dim=1, prepend=torch.zeros(2000, 1, dtype=torch.int64))
+    occupied = torch.arange(13) <= lengths[:, None]
+    assert not gaps[~occupied].any(), "padding has the candidate's time"
+    gaps = gaps[occupied]
+    assert 1 <= gaps.min() < gaps.max() < 2**21
+    # Each of the 21 powers of two begins as many gaps, and within one they are uniform.
+    power = gaps.double().log2().floor().long()
+    assert torch.allclose(power.bincount() / len(gaps), torch.tensor(1 / 21), atol=0.01)
+    longest = gaps[power == 20].double()
+    assert longest.mean() == pytest.approx(1.5 * 2**20, rel=0.02)
+
+
+def test_other_seeds_have_other_times_and_data_without_histories_none() -> None:
+    first, second = (_read(_history_settings(), torch.arange(10), seed).token_times for seed in (1, 2))
+    assert not torch.equal(first, second)
+    dataset = SyntheticDataset(_settings(), 1, CPU)
+    assert not dataset.schema.has_token_times
+    assert dataset.read(Split.train, torch.arange(10)).token_times is None
+
+
+def test_tokens_are_those_of_releases_before_times() -> None:
+    samples = _read(_history_settings(), torch.tensor([0]))
+    assert samples.tokens is not None
+    assert samples.tokens["token_item"].values().tolist() == [7, 2, 4, 1, 6, 4, 0, 3, 7, 2, 2, 4, 6]
+    assert samples.tokens["token_response"].values().tolist() == [1, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0]
+    assert samples.tokens["token_gap"].values().tolist() == [26, 20, 26, 7, 8, 26, 12, 1, 7, 22, 13, 1, 14]
 
 
 @pytest.mark.parametrize("jagged", [False, True])

@@ -202,5 +202,5 @@ def test_histories_and_what_is_applied_later_read_times_alike(tmp_path: Path) ->
         for split, arrays in one.splits.items():
             for name, array in arrays.items():
                 np.testing.assert_array_equal(prepared.splits[split][name], array)
-        gaps = np.load(prepared.folder / "interactions/single.npy")
-        np.testing.assert_array_equal(gaps, np.load(one.folder / "interactions/single.npy"))
+        for name in ("interactions/single.npy", "interactions/times.npy"):  # gaps, and times in seconds
+            np.testing.assert_array_equal(np.load(prepared.folder / name), np.load(one.folder / name))

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import math
+import os
 import sys
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm_fused.config import Config
-from dlrm_fused.training import telemetry
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib, write_json
 
 
@@ -148,7 +148,7 @@ def test_a_json_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     def fail(_: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(telemetry.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="no space"):
         write_json(path, {"auc": 0.6})
     assert json.loads(path.read_text()) == {"auc": 0.5}

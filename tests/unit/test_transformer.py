@@ -14,10 +14,11 @@ from dlrm_fused.compat.torch import tensors_without_memory
 from dlrm_fused.config import ExpertsConfig
 from dlrm_fused.errors import UsageError
 from dlrm_fused.models import jagged
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.models.jagged import JaggedBatch, attend
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.tensor_parallel import rms_norm
-from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
+from dlrm_fused.models.transformer import HistoryTransformer
 
 HISTORY, DIM, WIDTH = 4, 4, 6  # T = 5 tokens
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -215,10 +216,10 @@ def bags(keys: list[str], count: int, rows: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)
 
 
-class TestTransformerDLRM:
-    def model(self) -> TransformerDLRM:
+class TestHistoryDLRM:
+    def model(self) -> HistoryDLRM:
         torch.manual_seed(1)
-        return TransformerDLRM(
+        return HistoryDLRM(
             tables(user=20, item=30), tables(token_item=30, response=4), transformer(token_width=2 * DIM), 3, [8, DIM], [8, 1]
         )
 

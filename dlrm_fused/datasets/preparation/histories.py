@@ -16,8 +16,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.preparation.writer import IdFiles, id_columns
-from dlrm_fused.datasets.schema import INTERACTIONS, SparseFeature
+from dlrm_fused.datasets.preparation.writer import InteractionFiles, id_columns
+from dlrm_fused.datasets.schema import SparseFeature
 
 Int = NDArray[np.int64]
 GAP_ROWS = 32
@@ -70,12 +70,13 @@ def count_earlier(keys: Int, times: Int) -> Int:
 
 
 def write_interactions(
-    output: Path, tokens: pl.DataFrame, rows: Mapping[str, int], history_only: str, windows: Int, length: int
+    output: Path, tokens: pl.DataFrame, times: Int, rows: Mapping[str, int], history_only: str, windows: Int, length: int
 ) -> tuple[SparseFeature, ...]:
     """Write the folder ``interactions``, and return the token features.
 
     Args:
         tokens: a column of ids, or of lists of them, for each feature, in the order of :attr:`Histories.order`.
+        times: [n] of each interaction, in seconds since 1970, in the same order.
         rows: of each feature's table.
         history_only: the feature that tells what happened.
         windows: [b, 3], of the samples over which the sizes of bags are averaged.
@@ -87,10 +88,8 @@ def write_interactions(
         ids = jagged[name][1] if name in jagged else None
         pooling = _mean_bag(windows, length, ids, name == history_only)
         features.append(SparseFeature(name, rows[name], pooling, ids is not None, name == history_only))
-    folder = output / INTERACTIONS
-    folder.mkdir(parents=True)
     with ExitStack() as stack:
-        IdFiles(folder, features, stack).append(single, jagged)
+        InteractionFiles(output, features, stack).append(single, jagged, times)
     return tuple(features)
 
 

@@ -132,7 +132,8 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     has_times = options.split is SplitBy.time
     schema = DatasetSchema(DENSE_FEATURES[: dense.shape[1]], features, history_length=options.history, has_times=has_times)
     if histories:
-        schema = replace(schema, token_features=_write_tokens(folder, schema, ratings, histories, train))
+        token_features = _write_tokens(folder, schema, ratings, histories, train)
+        schema = replace(schema, token_features=token_features, has_token_times=True)
     for split in SPLITS:
         part = ratings.select("rating", *single, "genre_ids")[rows[split]]
         with ExitStack() as stack:
@@ -238,7 +239,7 @@ def _write_tokens(
     output: Path, schema: DatasetSchema, ratings: pl.DataFrame, histories: Histories, train: Int
 ) -> tuple[SparseFeature, ...]:
     """Write the interactions; returns the token features, with the average sizes of bags in the samples ``train``."""
-    in_order = ratings.select("item_id", "rating", "genre_ids")[histories.order]
+    in_order = ratings.select("item_id", "rating", "genre_ids", "timestamp")[histories.order]
     tokens = in_order.select(
         token_item="item_id",
         token_response=np.rint(2 * in_order["rating"].to_numpy()).astype(np.int64),
@@ -247,4 +248,5 @@ def _write_tokens(
     )
     rows = {f"token_{feature.name}": feature.rows for feature in schema.sparse_features}
     rows |= {"token_response": RESPONSE_ROWS, "token_gap": GAP_ROWS}
-    return write_interactions(output, tokens, rows, "token_response", histories.windows[train], schema.history_length)
+    times, windows = in_order["timestamp"].to_numpy(), histories.windows[train]
+    return write_interactions(output, tokens, times, rows, "token_response", windows, schema.history_length)

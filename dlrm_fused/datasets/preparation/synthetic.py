@@ -15,8 +15,8 @@ from tqdm import tqdm
 from dlrm_fused.config import Split, SyntheticConfig, most_segments
 from dlrm_fused.config.setting import check_bounds, require
 from dlrm_fused.datasets.batch import Samples
-from dlrm_fused.datasets.preparation.writer import IdFiles, SplitFiles, new_output
-from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
+from dlrm_fused.datasets.preparation.writer import InteractionFiles, SplitFiles, new_output
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError, DataError
 
@@ -49,10 +49,7 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
     schema = replace(dataset.schema, sparse_features=features)
     with new_output(options.output, options.overwrite) as folder:
         with ExitStack() as stack:
-            interactions = None
-            if schema.token_features:
-                (folder / INTERACTIONS).mkdir()
-                interactions = IdFiles(folder / INTERACTIONS, schema.token_features, stack)
+            interactions = InteractionFiles(folder, schema.token_features, stack) if schema.token_features else None
             for split in Split:
                 _write_split(dataset, split, schema, folder / split.name, interactions)
         best = dataset.best_attainable_auc()  # of the first label
@@ -64,7 +61,7 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
             "best_attainable_test_auc_standard_error": best.error,
         }
         samples = {split.name: dataset.samples(split) for split in Split}
-        info = PreparedInfo(schema, samples, origin, interactions.rows if interactions else 0)
+        info = PreparedInfo(schema, samples, origin, interactions.ids.rows if interactions else 0)
         info.save(folder)
     return info
 
@@ -88,7 +85,7 @@ def _check(settings: SyntheticConfig) -> None:
 
 
 def _write_split(
-    dataset: SyntheticDataset, split: Split, schema: DatasetSchema, folder: Path, interactions: IdFiles | None
+    dataset: SyntheticDataset, split: Split, schema: DatasetSchema, folder: Path, interactions: InteractionFiles | None
 ) -> None:
     with ExitStack() as stack:
         files = SplitFiles(folder, schema, stack)
@@ -105,7 +102,7 @@ def _write_split(
             )
 
 
-def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: IdFiles) -> NDArray[np.int64]:
+def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: InteractionFiles) -> NDArray[np.int64]:
     """Write every sample's history and candidate as interactions of its own, with id 0 where the candidate has none.
 
     Returns:
@@ -113,6 +110,7 @@ def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: IdFile
     """
     assert samples.tokens is not None
     assert samples.history_lengths is not None
+    assert samples.token_times is not None
     lengths = samples.history_lengths.numpy().astype(np.int64)
     candidates = np.cumsum(lengths + 1) - 1
     single = np.zeros((candidates[-1] + 1, len(schema.token_features)), np.int32)
@@ -122,8 +120,9 @@ def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: IdFile
     for column, feature in enumerate(schema.token_features):
         rows = of_history if feature.history_only else slice(None)
         single[rows, column] = columns[feature.name].values().numpy()
-    stop = interactions.rows + candidates
-    interactions.append(single, {})
+    stop = interactions.ids.rows + candidates
+    times = samples.token_times.numpy()
+    interactions.append(single, {}, times[np.arange(times.shape[1]) <= lengths[:, None]])
     return np.stack([stop - lengths, stop, stop], axis=1)
 
 

@@ -142,6 +142,24 @@ class IdFiles:
         return self._values[name].rows
 
 
+class InteractionFiles:
+    """The interactions of all splits, as :class:`~dlrm_fused.datasets.prepared.PreparedDataset` reads them; ``stack`` closes
+    them."""
+
+    def __init__(self, output: Path, features: Sequence[SparseFeature], stack: ExitStack) -> None:
+        folder = output / INTERACTIONS
+        folder.mkdir(parents=True)
+        self.ids = IdFiles(folder, features, stack)
+        self._times = _open(stack, folder / "times.npy", np.int64)
+
+    def append(
+        self, single: NDArray[Any], jagged: Mapping[str, tuple[NDArray[Any], NDArray[Any]]], times: NDArray[np.int64]
+    ) -> None:
+        """Add n interactions: ids as :meth:`IdFiles.append`, times [n] in seconds since 1970."""
+        self.ids.append(single, jagged)
+        self._times.append(times)
+
+
 def id_columns(ids: pl.DataFrame) -> tuple[NDArray[Any], dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
     """Return columns of ids and of lists of them as :meth:`IdFiles.append` takes them."""
     lists = [column for column in ids if column.dtype == pl.List]

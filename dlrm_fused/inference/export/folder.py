@@ -93,6 +93,7 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     # A stored set may have larger ids, which are taken modulo the rows of the model's tables.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
+    info["reads_times"] = getattr(weights.model, "reads_times", False)
     if not getattr(dataset, "has_dense", True):
         info["dense_features"] = []
     (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")

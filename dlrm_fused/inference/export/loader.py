@@ -18,9 +18,10 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
+from dlrm_fused.datasets.table_format import TableFormat
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation, ids_of, token_name
 from dlrm_fused.datasets.transformation import Values as Kind
 from dlrm_fused.datasets.values import LARGEST_FLOAT32, number_of, whole_of
@@ -40,8 +42,10 @@ logger = logging.getLogger("dlrm_fused")
 FORMAT_VERSION = 2
 _EXPORT_AGAIN = "export the model again"
 HISTORY = "history"  # the field of a row with its past interactions, oldest first
+TIME = "token_time"  # the field of a row, and of each past interaction, with the seconds of a model that reads times
 
 _GAP_ROWS = 32
+_INT64 = range(-(2**63), 2**63)
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}
 
 
@@ -65,11 +69,14 @@ class Inputs:
         bags: of each sparse feature n bags; of each token feature n * (history length + 1), those of a row together: its
             history, oldest first, then the candidate, then empty ones.
         history_lengths: [n] int64; zeros for a model that reads no histories.
+        token_times: [n, history length + 1] int64, seconds since 1970 of the tokens of each row, the candidate's again for
+            padding; None for a model that reads no times.
     """
 
     dense: np.ndarray
     bags: tuple[Bags, ...]
     history_lengths: np.ndarray
+    token_times: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.dense)
@@ -80,10 +87,12 @@ class Inputs:
         if len(parts) == 1:
             return parts[0]
         bags = zip(*(part.bags for part in parts), strict=True)
+        times = [part.token_times for part in parts if part.token_times is not None]
         return Inputs(
             np.concatenate([part.dense for part in parts]),
             tuple(Bags(*map(np.concatenate, zip(*of_feature, strict=True))) for of_feature in bags),
             np.concatenate([part.history_lengths for part in parts]),
+            np.concatenate(times) if times else None,
         )
 
 
@@ -111,8 +120,8 @@ class Model:
 
     Attributes:
         info: the content of ``manifest.json``.
-        dense_part: maps dense features, pooled embeddings and, with histories, those of tokens and history lengths to
-            probabilities, as of :meth:`score`.
+        dense_part: maps dense features, pooled embeddings and, with histories, those of tokens, history lengths and, if the
+            model reads them, times of tokens to probabilities, as of :meth:`score`.
         tables: of each sparse and token feature, in their order.
         rows: turns rows into :class:`Inputs`.
     """
@@ -153,6 +162,8 @@ class Model:
         arguments = [torch.from_numpy(inputs.dense), torch.cat(pooled[:sparse], dim=1)]
         if self.info["token_features"]:
             arguments += [torch.cat(pooled[sparse:], dim=1), torch.from_numpy(inputs.history_lengths)]
+        if inputs.token_times is not None:
+            arguments.append(torch.from_numpy(inputs.token_times))
         return self.dense_part(*arguments).numpy()
 
 
@@ -322,14 +333,15 @@ class Values:
         return list(value) if isinstance(value, list | tuple | np.ndarray) else None
 
 
-def _ids_as_they_are(limit: int, rows: int, is_list: bool = False) -> Values:
-    def read(value: Any) -> int:
-        is_whole = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | np.ndarray)
-        if not is_whole or not 0 <= operator.index(value) < limit:
-            raise ValueError(value)
-        return operator.index(value)
+def _whole_in(allowed: range, value: Any) -> int:
+    is_whole = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | np.ndarray)
+    if not is_whole or operator.index(value) not in allowed:
+        raise ValueError(value)
+    return operator.index(value)
 
-    return Values(read, f"whole numbers from 0 to {limit - 1}", rows, is_list)
+
+def _ids_as_they_are(limit: int, rows: int, is_list: bool = False) -> Values:
+    return Values(partial(_whole_in, range(limit)), f"whole numbers from 0 to {limit - 1}", rows, is_list)
 
 
 def _labels(rows: int) -> Values:
@@ -372,6 +384,19 @@ class Number:
     apply: Callable[[np.ndarray], np.ndarray] = np.asarray
 
 
+@dataclass(frozen=True)
+class Time:
+    """Reads when a past interaction, or the row itself, happened.
+
+    Attributes:
+        read: returns the seconds since 1970; raises ValueError if the value is no time.
+    """
+
+    name: str
+    read: Callable[[Any], int]
+    allowed: str
+
+
 class Rows:
     """Turns rows into inputs.
 
@@ -380,9 +405,11 @@ class Rows:
         categories: sparse features, by name, in the model's order.
         tokens: token features, by name, in the model's order.
         history: the name of a row's past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
+        time: of each row and of its past interactions; None where neither has one.
 
     Args:
-        others: names that each row has beside numbers and categories.
+        of_rows: names that each row has beside numbers, categories and time.
+        of_past: names that each past interaction has beside the time.
     """
 
     def __init__(
@@ -391,23 +418,46 @@ class Rows:
         numbers: list[Number],
         categories: dict[str, Values],
         tokens: dict[str, Values],
-        others: Iterable[str],
+        of_rows: Iterable[str],
+        of_past: Iterable[str],
+        time: Time | None,
     ) -> None:
-        self.numbers, self.categories, self.tokens = numbers, categories, tokens
+        self.numbers, self.categories, self.tokens, self.time = numbers, categories, tokens, time
+        self._reads_times = bool(info.get("reads_times"))
+        of_time = set() if time is None else {time.name}
         self.history_length: int = info["history_length"]
         self.history_only = {feature["name"] for feature in info["token_features"] if feature["history_only"]}
-        self._names = {number.name for number in numbers} | categories.keys() | set(others)
-        self.history = HISTORY
-        while self.history in self._names:
-            self.history = f"_{self.history}"
+        self._names = {number.name for number in numbers} | categories.keys() | set(of_rows) | of_time
+        self._names_of_past = set(of_past) | of_time
+        self.history = _free_name(HISTORY, self._names)
 
     def features(self) -> set[str]:
         """Return the names that each row has."""
         return self._names | ({self.history} if self.tokens else set())
 
-    def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        """Return the values of token features: of the last ``history_length`` past interactions, then of the candidate."""
-        raise NotImplementedError
+    def interactions(self, row: Mapping[str, Any], where: str) -> tuple[list[Mapping[str, Any]], list[int]]:
+        """Return the values of token features: of the last ``history_length`` past interactions, then of the candidate; and
+        the seconds of each, none where rows have no time."""
+        history = _history(row, self.history, where)
+        wheres = [f"{where}, {self.history}[{at}]" for at in range(len(history))]
+        check_names(history, self._names_of_past, wheres)
+        seconds = [] if self.time is None else self._seconds(self.time, history, row, [*wheres, where])
+        last = slice(-self.history_length - 1, None)
+        return self._token_values([*history, row], seconds)[last], seconds[last]
+
+    def _token_values(self, interactions: list[Mapping[str, Any]], seconds: Sequence[int]) -> list[Mapping[str, Any]]:
+        return interactions
+
+    def _seconds(
+        self, time: Time, history: Sequence[Mapping[str, Any]], row: Mapping[str, Any], wheres: Sequence[str]
+    ) -> list[int]:
+        """Return the seconds of past interactions, and of the row, which is later than any of them."""
+        seconds = [_value(time, time.name, each[time.name], at) for each, at in zip([*history, row], wheres, strict=True)]
+        for at, (before, after) in enumerate(pairwise(seconds)):
+            if before > after or (at == len(history) - 1 and before == after):
+                allowed = f"times in ascending order, before the row's own, {row[time.name]!r}"
+                _refuse(wheres[at], time.name, history[at][time.name], allowed)
+        return seconds
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Inputs:
         """Return the inputs of rows; raise InputError for a row that cannot be used."""
@@ -415,12 +465,20 @@ class Rows:
         check_names(rows, self.features(), wheres)
         dense = self._dense(rows, wheres)
         bags = [_read(values, name, [row[name] for row in rows], wheres) for name, values in self.categories.items()]
-        histories = [self.interactions(row, where) for row, where in zip(rows, wheres, strict=True)] if self.tokens else []
+        found_in = [self.interactions(row, where) for row, where in zip(rows, wheres, strict=True)] if self.tokens else []
+        histories = [tokens for tokens, _ in found_in]
         bags += [self._token_bags(name, values, histories) for name, values in self.tokens.items()]
         lengths = [len(history) - 1 for history in histories] or [0] * len(rows)
         ids = _ids([*self.categories.values(), *self.tokens.values()], [values for values, _ in bags])
         found = tuple(Bags(each, lengths) for each, (_, lengths) in zip(ids, bags, strict=True))
-        return Inputs(dense, found, np.array(lengths, np.int64))
+        times = self._times([seconds for _, seconds in found_in]) if self._reads_times else None
+        return Inputs(dense, found, np.array(lengths, np.int64), times)
+
+    def _times(self, seconds: Sequence[list[int]]) -> np.ndarray:
+        """Return the times of all tokens, [n, history length + 1] int64, from the seconds of those that are no padding."""
+        tokens = self.history_length + 1
+        padded = [[*of_row, *of_row[-1:] * (tokens - len(of_row))] for of_row in seconds]
+        return np.array(padded, np.int64).reshape(-1, tokens)
 
     def _dense(self, rows: Sequence[Mapping[str, Any]], wheres: Sequence[str]) -> np.ndarray:
         dense = np.ones((len(rows), max(len(self.numbers), 1)), np.float32)  # without numbers, the constant feature
@@ -458,7 +516,7 @@ class PreparedRows(Rows):
     """Takes rows with the features of a prepared data set: numbers and ids.
 
     For a model that reads histories, a row has the token features of its candidate, and in ``history`` those of each past
-    interaction.
+    interaction; if the model reads times, both have ``TIME``, too, with ``_`` before it if a feature has that name.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -467,12 +525,12 @@ class PreparedRows(Rows):
             for kind in ("sparse_features", "token_features")
         )
         of_candidate = [feature["name"] for feature in info["token_features"] if not feature["history_only"]]
-        super().__init__(info, [Number(name) for name in info["dense_features"]], categories, tokens, of_candidate)
-
-    def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        history = _history(row, self.history, where)
-        check_names(history, self.tokens.keys(), [f"{where}, {self.history}[{at}]" for at in range(len(history))])
-        return [*history[-self.history_length :], row]
+        numbers = [Number(name) for name in info["dense_features"]]
+        time = None
+        if info.get("reads_times"):
+            name = _free_name(TIME, {number.name for number in numbers} | categories.keys() | tokens.keys())
+            time = Time(name, partial(_whole_in, _INT64), "seconds since 1970, signed whole numbers of 64 bits")
+        super().__init__(info, numbers, categories, tokens, of_candidate, tokens, time)
 
 
 class TableRows(Rows):
@@ -492,9 +550,11 @@ class TableRows(Rows):
             return _categories(encodings[column], tables[table]["ids"], tables[table]["rows"])
 
         tokens: dict[str, Values] = {}
-        self.label, self.time, self._format = made_by.labels[0], "", made_by.table_format
+        self.label, time = made_by.labels[0], None
+        self.items: tuple[str, ...] = ()
         if info["token_features"] and made_by.history is not None:
-            self.time, self.items = made_by.history.time, made_by.history.items
+            self.items = made_by.history.items
+            time = _time_of(made_by.history.time, made_by.table_format, bool(info.get("reads_times")))
             tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
             tokens["token_label"] = _labels(tables["token_label"]["rows"])
             tokens["token_gap"] = _ids_as_they_are(_GAP_ROWS, tables["token_gap"]["rows"])
@@ -504,33 +564,25 @@ class TableRows(Rows):
 
         numbers = [Number(feature.name, read, "numbers, or null", feature.apply) for feature in made_by.dense]
         of_columns = {name: categories(name, name) for name in encodings}
-        super().__init__(info, numbers, of_columns, tokens, [self.time] if self.time else [])
+        super().__init__(info, numbers, of_columns, tokens, [], [self.label, *self.items], time)
 
-    def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        history = _history(row, self.history, where)
-        wheres = [f"{where}, {self.history}[{at}]" for at in range(len(history))]
-        check_names(history, {self.time, self.label, *self.items}, wheres)
-        past = [self._seconds(each[self.time], at) for each, at in zip(history, wheres, strict=True)]
-        now = self._seconds(row[self.time], where)
-        for at, (before, after) in enumerate(pairwise([*past, now])):
-            if before > after or (at == len(past) - 1 and before == now):
-                shown = history[at][self.time]
-                _refuse(wheres[at], self.time, shown, f"times in ascending order, before the row's own, {row[self.time]!r}")
-        tokens = [self._token(each, gap) for each, gap in zip([*history, row], _gaps([*past, now]), strict=True)]
-        return tokens[-self.history_length - 1 :]
-
-    def _seconds(self, value: Any, where: str) -> int:
-        """Return the seconds since 1970 of a time, which is read as the times of the table are."""
-        try:
-            return self._format.seconds(value)
-        except ValueError:
-            as_table = f"times as --time-format {self._format.time} of the table says"
-            allowed = "seconds since 1970, or texts such as 2024-05-31T12:00:00"
-            _refuse(where, self.time, value, as_table if self._format.time else allowed)
+    def _token_values(self, interactions: list[Mapping[str, Any]], seconds: Sequence[int]) -> list[Mapping[str, Any]]:
+        return [self._token(each, gap) for each, gap in zip(interactions, _gaps(seconds), strict=True)]
 
     def _token(self, interaction: Mapping[str, Any], gap: int) -> Mapping[str, Any]:
         of_items = {token_name(name): interaction[name] for name in self.items}
         return {**of_items, "token_label": interaction.get(self.label), "token_gap": gap}
+
+
+def _time_of(column: str, table: TableFormat, for_model: bool) -> Time:
+    """Return what reads times as those of the table are read; for a model, only those that its inputs hold."""
+
+    def read(value: Any) -> int:
+        seconds = table.seconds(value)
+        return _whole_in(_INT64, seconds) if for_model else seconds
+
+    of_format = f"times as --time-format {table.time} of the table says"
+    return Time(column, read, of_format if table.time else "seconds since 1970, or texts such as 2024-05-31T12:00:00")
 
 
 def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]) -> None:
@@ -547,6 +599,12 @@ def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]
                     f"{where}: unknown feature {_shown(unknown[0])}={_shown(row.get(unknown[0]))}; the model has: {has}"
                 )
             raise InputError(f"{where}: feature {missing[0]} is missing; each row has all features")
+
+
+def _free_name(name: str, taken: Container[str]) -> str:
+    while name in taken:
+        name = f"_{name}"
+    return name
 
 
 def _history(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
@@ -569,7 +627,7 @@ def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[st
     return read, np.array(lengths, np.int64)
 
 
-def _value(values: Values | Number, name: str, value: Any, where: str) -> Any:
+def _value(values: Values | Number | Time, name: str, value: Any, where: str) -> Any:
     try:
         return values.read(value)
     except (ValueError, TypeError):

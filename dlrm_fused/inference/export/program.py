@@ -14,9 +14,9 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.models.interaction import Interaction
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.models.transformer import TransformerDLRM
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 _EXAMPLES = 3  # rows of the example inputs; 1 would be taken for a constant
@@ -26,7 +26,8 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
     """Return the program that maps n rows, for any n, to probabilities, [n] or [n, L] of several labels. Its inputs:
 
     dense [n, dense features]; pooled embeddings side by side, [n, columns of all]; of a model that reads histories also the
-    tokens' embeddings, [n * T, columns of all], T = history length + 1, and history lengths [n] int64.
+    tokens' embeddings, [n * T, columns of all], T = history length + 1, and history lengths [n] int64; of one that reads times
+    also those of tokens, [n, T] int64.
 
     Args:
         model: the model of the config, its dense weights on the CPU; it loses its tables.
@@ -34,7 +35,7 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
     Raises:
         ConfigError: if the model is of a kind that cannot be called without its tables.
     """
-    if not isinstance(model, TransformerDLRM) and not hasattr(model, "logits_of"):
+    if not isinstance(model, HistoryDLRM) and not hasattr(model, "logits_of"):
         raise ConfigError(f"model.kind={config.model.kind.name}: a model without a method logits_of cannot be exported")
     model.sparse_arch = nn.Identity()
     for layer in list(model.modules()):
@@ -48,13 +49,16 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
         torch.zeros(_EXAMPLES, pooled_columns(config.embedding, schema.sparse_features)),
     ]
     shapes: list[Any] = [{0: rows}, {0: rows}]
-    if isinstance(model, TransformerDLRM):
+    if isinstance(model, HistoryDLRM):
         tokens = schema.history_length + 1
         example += [
             torch.zeros(_EXAMPLES * tokens, pooled_columns(config.embedding, schema.token_features)),
             torch.zeros(_EXAMPLES, dtype=torch.int64),
         ]
         shapes += [{0: tokens * rows}, {0: rows}]
+        if model.reads_times:
+            example.append(torch.zeros(_EXAMPLES, tokens, dtype=torch.int64))
+            shapes.append({0: rows})
     with torch.no_grad():
         return torch.export.export(
             _Probabilities(model).eval(), tuple(example), dynamic_shapes={"inputs": tuple(shapes)}, strict=False
@@ -74,9 +78,11 @@ class _Probabilities(nn.Module):
 
     def _logits(self, dense: Tensor, pooled: Tensor, *histories: Tensor) -> Tensor:
         model: Any = self.model
-        if isinstance(model, TransformerDLRM):
+        if isinstance(model, HistoryDLRM):
             # A program's shapes do not depend on histories: padding is computed like real tokens.
-            encoded = model.transformer(*histories, token_count=histories[0].shape[0])
+            tokens, lengths, *times = histories
+            token_times = times[0] if times else None
+            encoded = model.transformer(tokens, lengths, token_count=tokens.shape[0], token_times=token_times)
             return model.over_arch(model.dense_arch(dense), pooled, encoded)
         has_experts = any(isinstance(layer, MixtureOfExperts) for layer in model.modules())
         return model.logits_of(dense, pooled, *([None] if has_experts else []))

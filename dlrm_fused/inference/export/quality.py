@@ -49,7 +49,7 @@ def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> dic
         for _ in (model, in_fp32)
     ]
     for samples in _batches(dataset, split):
-        inputs = inputs_of(samples, has_tokens=bool(model.info["token_features"]))
+        inputs = inputs_of(samples, bool(model.info["token_features"]), model.info["reads_times"])
         weights = torch.ones(len(samples.labels)) if samples.weights is None else samples.weights
         for each, by_name in zip((model, in_fp32), metrics, strict=True):
             logits = torch.from_numpy(each.score(inputs)).double().logit()
@@ -59,7 +59,7 @@ def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> dic
     return {label: Quality(split.name, own[label].samples, own[label].auc, fp32[label].auc) for label in schema.labels}
 
 
-def inputs_of(samples: Samples, has_tokens: bool) -> Inputs:
+def inputs_of(samples: Samples, has_tokens: bool, reads_times: bool) -> Inputs:
     """Return samples of a data set as an exported model takes them."""
     dense, lengths = samples.dense.numpy(), torch.zeros(len(samples.dense), dtype=torch.int64)
     parts = [samples.sparse]
@@ -68,7 +68,8 @@ def inputs_of(samples: Samples, has_tokens: bool) -> Inputs:
         lengths = samples.history_lengths.long()
     features = itertools.chain.from_iterable(part.to_dict().values() for part in parts)
     bags = tuple(Bags(feature.values().long().numpy(), feature.lengths().long().numpy()) for feature in features)
-    return Inputs(dense, bags, lengths.numpy())
+    times = samples.token_times.numpy() if reads_times and samples.token_times is not None else None
+    return Inputs(dense, bags, lengths.numpy(), times)
 
 
 def _batches(dataset: Dataset, split: Split) -> Iterator[Samples]:

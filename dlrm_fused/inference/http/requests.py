@@ -75,6 +75,8 @@ def request_schema(model: Model) -> dict[str, Any]:
     named = {**{name: value for name, value in model.rows.tokens.items() if name in features}, **model.rows.categories}
     for name, values in named.items():
         features[name] = {"description": f"a list of {values.allowed}" if values.is_list else values.allowed}
+    if model.rows.time is not None:
+        features[model.rows.time.name] = {"description": model.rows.time.allowed}
     if model.rows.tokens:
         features[model.rows.history] = {"description": "past interactions, oldest first", "type": "array"}
     row = {"type": "object", "properties": features, "required": list(features), "additionalProperties": False}

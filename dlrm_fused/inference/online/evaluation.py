@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split
 from dlrm_fused.datasets import Dataset, open_dataset
-from dlrm_fused.datasets.batch import Batch, Samples
+from dlrm_fused.datasets.batch import Batch, Samples, select_bags
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.inference.online.model import OnlineModel
@@ -42,6 +41,7 @@ class RequestSamples:
         self._dense, self._sparse, self._tokens = samples.dense.to(cpu), samples.sparse.to(cpu), samples.tokens.to(cpu)
         self._labels_shape = samples.labels.shape[1:]
         self._history_lengths = samples.history_lengths.to(cpu).long()
+        self._token_times = None if samples.token_times is None else samples.token_times.to(cpu)
         self._tokens_of_sample = history_length + 1
 
     def __len__(self) -> int:
@@ -54,38 +54,28 @@ class RequestSamples:
     def history(self, sample: int) -> KeyedJaggedTensor:
         """Return the interactions of a sample's history, oldest first."""
         first = sample * self._tokens_of_sample
-        return _select(self._tokens, torch.arange(first, first + int(self._history_lengths[sample])))
+        return select_bags(self._tokens, torch.arange(first, first + int(self._history_lengths[sample])))
 
     def candidates(self, sample: int, count: int) -> Candidates:
         """Return ``count`` candidates: those of a sample and of the samples after it."""
         chosen = torch.arange(sample, sample + count) % len(self)
         tokens = chosen * self._tokens_of_sample + self._history_lengths[chosen]
-        return Candidates(self._dense[chosen], _select(self._sparse, chosen), _select(self._tokens, tokens))
+        return Candidates(self._dense[chosen], select_bags(self._sparse, chosen), select_bags(self._tokens, tokens))
 
     def batch(self, count: int) -> Batch:
         """Return the first samples as they are, for the full model; without labels."""
         return Batch(
             dense=self._dense[:count],
-            sparse=_select(self._sparse, torch.arange(count)),
+            sparse=select_bags(self._sparse, torch.arange(count)),
             labels=torch.zeros(count, *self._labels_shape),
             weights=torch.ones(count),
             global_size=count,
-            tokens=_select(self._tokens, torch.arange(count * self._tokens_of_sample)),
+            tokens=select_bags(self._tokens, torch.arange(count * self._tokens_of_sample)),
             history_lengths=self._history_lengths[:count],
             sample_weights=torch.ones(count),
             token_count=int(self._history_lengths[:count].sum()) + count,
+            token_times=None if self._token_times is None else self._token_times[:count],
         )
-
-
-def _select(bags: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
-    """Return some bags of each key."""
-    keys = bags.keys()
-    lengths = bags.lengths().view(len(keys), -1)[:, chosen].flatten().long()
-    starts = bags.offsets()[:-1].view(len(keys), -1)[:, chosen].flatten().long()
-    # Places count from each bag's start.
-    shifts = starts - pad(lengths.cumsum(0), (1, 0))[:-1]
-    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
-    return KeyedJaggedTensor(keys=keys, values=bags.values()[places], lengths=lengths.int(), stride=len(chosen))
 
 
 def score_run_online(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -13,7 +14,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.models.product_choice import fused_product
-from dlrm_fused.models.transformer import build_transformer
+from dlrm_fused.models.transformer import HistoryTransformer, build_transformer
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.checkpoint import LocalShards, State, of_dense, restore_tensors
 
@@ -62,7 +63,7 @@ class OnlineModel:
         for part in parts.values():
             part.to(device, dtype)
         scorer = OnlineScorer(
-            model.transformer,
+            cast(HistoryTransformer, model.transformer),
             model.dense_arch,
             model.over_arch,
             tables,

@@ -36,8 +36,9 @@ from dlrm_fused.inference.online.cached_attention import cached_attention, refer
 from dlrm_fused.inference.online.encodings import Encodings, padded_length, positions_of
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.lasting import lasting
+from dlrm_fused.models.history import HistoryOverArch
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
+from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.launches import next_power_of_2
@@ -103,7 +104,7 @@ class OnlineScorer:
         self,
         transformer: HistoryTransformer,
         dense_arch: DenseArch,
-        over_arch: TransformerOverArch,
+        over_arch: HistoryOverArch,
         tables: ShardedTables,
         *,
         token_features: Sequence[str],
@@ -181,7 +182,7 @@ class OnlineScorer:
     def score(self, history: History, candidates: Candidates) -> Tensor:
         """Return the model's predictions for 1 to 64 candidates. Collective: the same on all ranks.
 
-        They equal those of :class:`~dlrm_fused.models.transformer.TransformerDLRM` for samples of the history and one
+        They equal those of :class:`~dlrm_fused.models.history.HistoryDLRM` for samples of the history and one
         candidate each, up to rounding.
 
         Returns:

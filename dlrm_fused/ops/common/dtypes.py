@@ -19,6 +19,11 @@ def within_range(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-LARGEST_FP16, LARGEST_FP16) if dtype == torch.float16 else values
 
 
+def uses_tf32(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies matrices of this dtype in TF32 on GPUs."""
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+
+
 @triton.jit
 def to_wire(values, dtype: tl.constexpr):
     """Values in the wire's dtype; fp16 ends at its largest number, as TorchRec's codec does, and NaN stays NaN."""

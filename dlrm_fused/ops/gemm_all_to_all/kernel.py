@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.devices import multiprocessors
+from dlrm_fused.ops.common.dtypes import uses_tf32
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.scatter_rows import ItemsByRank
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -148,13 +149,8 @@ class TileArgs(NamedTuple):
 
 def tile_constants(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     """Return the tile, as a constant of a kernel, and how that is compiled."""
-    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, _uses_tf32(dtype))
+    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, uses_tf32(dtype))
     return {"TILE": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
-
-
-def _uses_tf32(dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies matrices of this dtype in TF32 on GPUs."""
-    return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
 class Epilogue(NamedTuple):
@@ -405,7 +401,7 @@ def _launch(
     matrix = out if isinstance(out, Tensor) else None
     epilogue = scale, matrix, partials, counts
     tensors = layout_of(x, weight, scale, matrix, *([rows.groups.bounds, rows.destinations] * constants["GROUPED"]))
-    layout = tensors, tiles, tuple(constants.values()), _uses_tf32(x.dtype), rows.block_rows
+    layout = tensors, tiles, tuple(constants.values()), uses_tf32(x.dtype), rows.block_rows
     launches = window.channel.launches if window else launch_again
     launches(
         layout, gemm_kernel, (programs_of(x.device, pieces, tiles),),

@@ -79,7 +79,8 @@ def write_histories(output: Path, blocks: list[pl.DataFrame], transformation: Tr
     length = transformation.history.length
     table = pl.concat(blocks, rechunk=True)
     blocks.clear()  # else all rows would be in memory twice
-    histories = find_histories(table[_USER].to_numpy(), table[_ITEM].to_numpy(), table[_SECONDS].to_numpy(), length)
+    seconds = table[_SECONDS].to_numpy()
+    histories = find_histories(table[_USER].to_numpy(), table[_ITEM].to_numpy(), seconds, length)
     split = table[_SPLIT].to_numpy()
     for number, name in enumerate(SPLITS):
         write_array(output / name / "history.npy", histories.windows[split == number], np.int64)
@@ -88,7 +89,7 @@ def write_histories(output: Path, blocks: list[pl.DataFrame], transformation: Tr
     tokens = table[histories.order].with_columns(pl.Series(TOKEN_GAP, histories.gap[histories.order]))
     rows = {token_name(encoding.column.name): encoding.rows for encoding in transformation.sparse}
     rows |= {TOKEN_LABEL: LABEL_ROWS, TOKEN_GAP: GAP_ROWS}
-    return write_interactions(output, tokens, rows, TOKEN_LABEL, histories.windows, length)
+    return write_interactions(output, tokens, seconds[histories.order], rows, TOKEN_LABEL, histories.windows, length)
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def write_set(
         sparse_features=tuple(_with_pooling_factor(feature, splits) for feature in features),
         token_features=token_features,
         history_length=transformation.history.length if transformation.history else 0,
+        has_token_times=bool(token_features),
     )
     info = PreparedInfo(schema, samples, origin, interactions=sum(samples.values()) if token_features else 0)
     info.save(output)

@@ -1,0 +1,227 @@
+"""The gradients of queries, keys and values of HSTU's attention, for GPUs.
+
+With p_ij = silu(s_ij) and a gradient g_i of the result, all sums over the pairs of which i sees j:
+
+    dv_j = 1 / divisor * sum over i of p_ij * g_i
+    ds_ij = <g_i, v_j> * silu'(s_ij),        silu'(s) = sigmoid(s) * (1 + s * (1 - sigmoid(s)))
+    dq_i = scale / divisor * sum over j of ds_ij * k_j
+    dk_j = scale / divisor * sum over i of ds_ij * q_i
+
+One kernel has a program for each tile of queries, which walks its keys as the forward pass does; the other one for each tile of
+keys, which walks the queries that see it. Both compute the scores again. Each sum is one program's, in one order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.hstu_attention.kernel import (
+    Call,
+    Rows,
+    Tiles,
+    at_head,
+    biased,
+    fitted,
+    item_of_program,
+    load_tile,
+    multiplied,
+    sample_of,
+    store_tile,
+    times_of,
+    visible,
+    walk_of_queries,
+)
+from dlrm_fused.symmetric.launches import ceil_div
+
+
+def queries_gradient(call: Call, gradient: Tensor) -> Tensor:
+    """Return the gradient of queries, [m, heads, d] in their dtype, from that of the result, [m, heads, d_v].
+
+    Columns of gradients are contiguous, here and below.
+    """
+    result = torch.empty(call.queries.shape, dtype=call.queries.dtype, device=call.queries.device)
+    if result.numel() == 0:
+        return result
+    tiles = fitted(Tiles(128, 64, 8, 2), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
+    query_tiles = ceil_div(call.batch.most, tiles.rows)
+    call.launch(
+        queries_gradient_kernel, call.pairs * query_tiles, (Rows.of(gradient), Rows.of(result)),
+        (query_tiles, call.pairs, call.band(), call.heads, call.scale, call.scale / call.divisor),
+        ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return result
+
+
+def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of keys [n, heads, d] and values [n, heads, d_v], in their dtypes."""
+    of_keys = torch.empty(call.keys.shape, dtype=call.keys.dtype, device=call.keys.device)
+    of_values = torch.empty(call.values.shape, dtype=call.values.dtype, device=call.values.device)
+    if len(gradient) == 0 or of_values.numel() == 0:
+        return of_keys.zero_(), of_values.zero_()
+    warps = 8 if sum(call.widths) > 128 else 4
+    tiles = fitted(Tiles(64, 64, warps, 2), call, kept=lambda tiles: tiles.keys, stepped=lambda tiles: tiles.rows)
+    key_tiles = ceil_div(call.batch.longest, tiles.keys)
+    call.launch(
+        keys_gradient_kernel, call.pairs * key_tiles, (Rows.of(gradient), Rows.of(of_keys), Rows.of(of_values)),
+        (key_tiles, call.pairs, call.band(), call.heads, call.scale, call.scale / call.divisor, 1 / call.divisor),
+        ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return of_keys, of_values
+
+
+@triton.jit
+def slope_of(scores):
+    """Return the derivative of silu at scores."""
+    rate = tl.sigmoid(scores)
+    return rate * (1 + scores * (1 - rate))
+
+
+@triton.jit
+def _add_keys(
+    total, query, gradient, place, time, keys, values, of_key, of_value, bias, head, first_key, begin, count, targets, scale,
+    IS_MASKED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradient of a tile of queries what comes from the KEYS keys from place ``begin`` on."""
+    row = tl.arange(0, KEYS)
+    j = begin + row
+    inside = j < count
+    key = load_tile(keys, of_key, begin, row, inside, IS_MASKED, D, COLUMNS)
+    value = load_tile(values, of_value, begin, row, inside, IS_MASKED, D_V, VALUE_COLUMNS)
+    scores = multiplied(query, key.T, TF32) * scale
+    time_j = times_of(bias, first_key, j, inside, BY_TIME)
+    scores = biased(
+        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], targets, IS_MASKED, BY_DISTANCE,
+        BY_TIME, HAS_TARGETS,
+    )  # fmt: skip
+    of_scores = multiplied(gradient, value.T, TF32) * slope_of(scores)
+    if IS_MASKED:
+        of_scores = tl.where(visible(place[:, None], j[None, :], count, targets, HAS_TARGETS), of_scores, 0.0)
+    return total + multiplied(of_scores.to(key.dtype), key, TF32)
+
+
+@triton.jit(do_not_specialize=["tiles", "pairs", "band", "heads"])
+def queries_gradient_kernel(
+    queries, keys, values, bias, batch, gradients, result, tiles, pairs, band, heads, scale, factor,
+    D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
+    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """See :func:`queries_gradient`; arguments as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`."""
+    pair, number = item_of_program(tiles, pairs, band)
+    sample, head = pair // heads, pair % heads
+    first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
+    begin_of_tile = (tiles - 1 - number) * ROWS  # the last queries see the most keys
+    if begin_of_tile < query_count:
+        row = tl.arange(0, ROWS)
+        inside = begin_of_tile + row < query_count
+        at_queries, at_gradients = at_head(queries, first_query, head), at_head(gradients, first_query, head)
+        query = load_tile(at_queries, queries.of_row, begin_of_tile, row, inside, True, D, COLUMNS)
+        gradient = load_tile(at_gradients, gradients.of_row, begin_of_tile, row, inside, True, D_V, VALUE_COLUMNS)
+        begin_place = first_place + begin_of_tile
+        place = tl.minimum(begin_place + row, count - 1)
+        time = times_of(bias, first_key, place, place >= 0, BY_TIME)
+        at_keys, at_values = at_head(keys, first_key, head), at_head(values, first_key, head)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        last_place = first_place + tl.minimum(begin_of_tile + ROWS, query_count) - 1
+        seen_by_all, jump_at, jump_to, steps = walk_of_queries(begin_place, last_place, targets, KEYS)
+        for begin in range(0, seen_by_all, KEYS):
+            total = _add_keys(
+                total, query, gradient, place, time, at_keys, at_values, keys.of_row, values.of_row, bias, head, first_key,
+                begin, count, targets, scale,
+                False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
+            )  # fmt: skip
+        for step in range(steps):
+            begin = seen_by_all + step * KEYS
+            begin = tl.where(begin < jump_at, begin, begin - jump_at + jump_to)
+            total = _add_keys(
+                total, query, gradient, place, time, at_keys, at_values, keys.of_row, values.of_row, bias, head, first_key,
+                begin, count, targets, scale,
+                True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
+            )  # fmt: skip
+        at_result = at_head(result, first_query, head)
+        store_tile(total * factor, at_result, result.of_row, begin_of_tile, row, inside, D, COLUMNS)
+
+
+@triton.jit
+def _add_queries(
+    of_keys, of_values, key, value, j, time_j, queries, gradients, of_query, of_gradient, bias, head, first_key, first_place,
+    begin, end, count, targets, scale,
+    IS_MASKED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of a tile of keys and values what comes from the ROWS queries from row ``begin`` on, up to ``end``.
+
+    Rows beyond are zeros, and add nothing. Scores are [keys, queries] here.
+    """
+    row = tl.arange(0, ROWS)
+    inside = begin + row < end
+    query = load_tile(queries, of_query, begin, row, inside, True, D, COLUMNS)
+    gradient = load_tile(gradients, of_gradient, begin, row, inside, True, D_V, VALUE_COLUMNS)
+    i = tl.minimum(first_place + begin + row, count - 1)
+    time_i = times_of(bias, first_key, i, i >= 0, BY_TIME)
+    scores = multiplied(key, query.T, TF32) * scale
+    scores = biased(
+        scores, bias, head, i[None, :], j[:, None], time_i[None, :], time_j[:, None], targets, IS_MASKED, BY_DISTANCE,
+        BY_TIME, HAS_TARGETS,
+    )  # fmt: skip
+    rate = tl.sigmoid(scores)
+    shares = scores * rate
+    of_scores = multiplied(value, gradient.T, TF32) * (rate * (1 + scores * (1 - rate)))
+    if IS_MASKED:
+        seen = visible(i[None, :], j[:, None], count, targets, HAS_TARGETS)
+        shares, of_scores = tl.where(seen, shares, 0.0), tl.where(seen, of_scores, 0.0)
+    of_values += multiplied(shares.to(gradient.dtype), gradient, TF32)
+    of_keys += multiplied(of_scores.to(query.dtype), query, TF32)
+    return of_keys, of_values
+
+
+@triton.jit(do_not_specialize=["tiles", "pairs", "band", "heads"])
+def keys_gradient_kernel(
+    queries, keys, values, bias, batch, gradients, of_keys, of_values, tiles, pairs, band, heads, scale, factor, value_factor,
+    D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
+    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """See :func:`keys_and_values_gradients`.
+
+    Args:
+        tiles: of keys of the longest sample; the first ones are seen by the most queries.
+        factor, value_factor: of the gradients of keys and of values.
+        others: as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`.
+    """
+    pair, number = item_of_program(tiles, pairs, band)
+    sample, head = pair // heads, pair % heads
+    first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
+    first = number * KEYS
+    if first < count:
+        row = tl.arange(0, KEYS)
+        inside = first + row < count
+        j = tl.minimum(first + row, count - 1)  # so that biases of rows that are none are read where some are
+        key = load_tile(at_head(keys, first_key, head), keys.of_row, first, row, inside, True, D, COLUMNS)
+        value = load_tile(at_head(values, first_key, head), values.of_row, first, row, inside, True, D_V, VALUE_COLUMNS)
+        time_j = times_of(bias, first_key, j, inside, BY_TIME)
+        at_queries, at_gradients = at_head(queries, first_query, head), at_head(gradients, first_query, head)
+        last = tl.minimum(first + KEYS, count) - 1
+        # Candidates are seen by themselves alone.
+        end = query_count if first < targets else tl.minimum(query_count, last + 1 - first_place)
+        begin_row = tl.maximum(first - first_place, 0)
+        see_all = tl.minimum(last - first_place, end) if last < targets else end
+        steps = tl.cdiv(tl.maximum(see_all - begin_row, 0), ROWS)
+        total, value_total = tl.zeros((KEYS, COLUMNS), tl.float32), tl.zeros((KEYS, VALUE_COLUMNS), tl.float32)
+        for step in range(steps):
+            total, value_total = _add_queries(
+                total, value_total, key, value, j, time_j, at_queries, at_gradients, queries.of_row, gradients.of_row, bias,
+                head, first_key, first_place, begin_row + step * ROWS, end, count, targets, scale,
+                True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, ROWS,
+            )  # fmt: skip
+        for begin in range(begin_row + steps * ROWS, end, ROWS):
+            total, value_total = _add_queries(
+                total, value_total, key, value, j, time_j, at_queries, at_gradients, queries.of_row, gradients.of_row, bias,
+                head, first_key, first_place, begin, end, count, targets, scale,
+                False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, ROWS,
+            )  # fmt: skip
+        store_tile(total * factor, at_head(of_keys, first_key, head), of_keys.of_row, first, row, inside, D, COLUMNS)
+        at_values = at_head(of_values, first_key, head)
+        store_tile(value_total * value_factor, at_values, of_values.of_row, first, row, inside, D_V, VALUE_COLUMNS)

@@ -1,0 +1,204 @@
+"""The attention of HSTU as a function of PyTorch, with its gradients: by kernels where they run, by plain torch elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dispatch import needs_node, without_autocast
+from dlrm_fused.ops.common.dtypes import DTYPES
+from dlrm_fused.ops.hstu_attention.backward import keys_and_values_gradients, queries_gradient
+from dlrm_fused.ops.hstu_attention.bias_gradient import biases_gradients
+from dlrm_fused.ops.hstu_attention.kernel import Call, forward
+from dlrm_fused.ops.hstu_attention.reference import BUCKETS, JaggedQueries, RelativeBias, reference
+from dlrm_fused.symmetric.device import uses_kernels
+
+
+def hstu_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: JaggedQueries,
+    *,
+    scale: float,
+    divisor: float,
+    bias: RelativeBias | None = None,
+) -> Tensor:
+    """HSTU's attention ``silu(scale * Q K^T + bias) V / divisor`` of jagged samples, causal. Local; differentiable once.
+
+    A query sees the places of its sample up to its own. Nothing is normalized over them.
+    Source: Zhai et al., arXiv 2402.17152, equation 2; the formula is in
+    :mod:`~dlrm_fused.ops.hstu_attention.reference`.
+
+    Args:
+        queries: [m, heads, d], float32, bfloat16 or float16.
+        keys: [n, heads, d], of the same dtype, as are ``values``: [n, heads, d_v]. All three may be views of one tensor.
+        batch: which rows are of which sample, and which of them are candidates.
+        scale: of products of queries and keys; alpha of the paper, d^-0.5 as a rule.
+        divisor: n of the paper, above 0; a constant, so that what a query gets does not depend on what follows.
+        bias: relative biases of scores, which may be of other dtypes than queries, or None.
+
+    Returns:
+        [m, heads, d_v] in the dtype of values. Products of 16 bits are added in float32, and shares of values are rounded to
+        16 bits before they are multiplied. In each run the bits are the same, of gradients too.
+
+    Raises:
+        UsageError: for other shapes, dtypes or devices. Numbers in ``batch`` are on the device, and are not checked.
+    """
+    bias = bias or RelativeBias()
+    _check_rows(queries, keys, values)
+    _check_batch(queries, batch)
+    _check_bias(queries, keys, bias, batch.longest)
+    if not divisor > 0:
+        raise UsageError(f"hstu_attention: divisor={divisor}; it must be above 0, for example the longest sample's keys")
+    if not uses_kernels(queries.device):
+        return _reference(queries, keys, values, batch, scale, divisor, bias)
+    tensors = [one for one in (queries, keys, values, bias.by_distance, bias.by_time) if one is not None]
+    run = _HstuAttention.apply if needs_node(tensors) else _run
+    return run(queries, keys, values, bias.by_distance, bias.by_time, bias.times, batch, float(scale), float(divisor))
+
+
+@without_autocast
+def _reference(
+    queries: Tensor, keys: Tensor, values: Tensor, batch: JaggedQueries, scale: float, divisor: float, bias: RelativeBias
+) -> Tensor:
+    return reference(queries, keys, values, batch, scale=scale, divisor=divisor, bias=bias)
+
+
+def _call(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    by_distance: Tensor | None,
+    by_time: Tensor | None,
+    times: Tensor | None,
+    batch: JaggedQueries,
+    scale: float,
+    divisor: float,
+) -> Call:
+    queries, keys, values = _rows_contiguous(queries), _rows_contiguous(keys), _rows_contiguous(values)
+    bias = RelativeBias(*(one if one is None else _rows_contiguous(one) for one in (by_distance, by_time, times)))
+    batch = batch._replace(
+        key_bounds=batch.key_bounds.contiguous(),
+        query_bounds=batch.query_bounds.contiguous(),
+        first_places=batch.first_places.contiguous(),
+        targets_from=None if batch.targets_from is None else batch.targets_from.contiguous(),
+    )
+    return Call(queries, keys, values, batch, bias, scale, divisor)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous: nearly always the same one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _run(*inputs: Any) -> Tensor:
+    return forward(_call(*inputs))
+
+
+class _HstuAttention(torch.autograd.Function):
+    """The operator's node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        call = _call(*inputs)
+        ctx.save_for_backward(
+            call.queries, call.keys, call.values, *call.bias, *(x for x in call.batch if isinstance(x, Tensor))
+        )
+        ctx.numbers = call.batch.longest, call.batch.most_queries, call.scale, call.divisor
+        return forward(call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, by_distance, by_time, times, *of_batch = ctx.saved_tensors
+        longest, most_queries, scale, divisor = ctx.numbers
+        key_bounds, query_bounds, first_places, *targets = of_batch
+        batch = JaggedQueries(key_bounds, query_bounds, first_places, longest, targets[0] if targets else None, most_queries)
+        call = Call(queries, keys, values, batch, RelativeBias(by_distance, by_time, times), scale, divisor)
+        gradient = _rows_contiguous(gradient)
+        of_queries, of_keys, of_values, of_distances, of_times = ctx.needs_input_grad[:5]
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if of_queries:
+            found[0] = queries_gradient(call, gradient)
+        if of_keys or of_values:
+            found[1:3] = keys_and_values_gradients(call, gradient)
+        if of_distances or of_times:
+            found[3:5] = biases_gradients(call, gradient, of_distances, of_times)
+        return tuple(found)
+
+
+def _check_rows(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    for name, x in (("queries", queries), ("keys", keys), ("values", values)):
+        if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] == 0:
+            raise UsageError(f"hstu_attention: {name} has shape {list(x.shape)}; needed is [rows, heads, columns]")
+        if x.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise UsageError(f"hstu_attention: {name} has dtype {x.dtype}; allowed: {allowed}")
+        if x.dtype != queries.dtype or x.device != queries.device:
+            raise UsageError(
+                f"hstu_attention: {name}: {x.dtype} on {x.device}; needed are dtype and device of queries, {queries.dtype} on "
+                f"{queries.device}"
+            )
+    if keys.shape[1:] != queries.shape[1:]:
+        raise UsageError(
+            f"hstu_attention: keys has shape {list(keys.shape)}; needed are heads and columns of queries, {list(queries.shape)}"
+        )
+    if values.shape[:2] != keys.shape[:2]:
+        raise UsageError(
+            f"hstu_attention: values has shape {list(values.shape)}; needed are rows and heads of keys, {list(keys.shape)}"
+        )
+
+
+def _check_batch(queries: Tensor, batch: JaggedQueries) -> None:
+    samples = batch.samples
+    needed = {"key_bounds": samples + 1, "query_bounds": samples + 1, "first_places": samples, "targets_from": samples}
+    for name, size in needed.items():
+        x = getattr(batch, name)
+        if x is None:
+            continue
+        if x.dtype not in (torch.int32, torch.int64) or x.device != queries.device:
+            raise UsageError(
+                f"hstu_attention: batch.{name}: {x.dtype} on {x.device}; needed is int32 or int64 on {queries.device}"
+            )
+        if list(x.shape) != [size]:
+            raise UsageError(
+                f"hstu_attention: batch.{name} has shape {list(x.shape)}; needed is [{size}], with {samples} samples by "
+                "first_places"
+            )
+    if batch.longest < 0 or (batch.most_queries or 0) < 0:
+        raise UsageError(
+            f"hstu_attention: batch.longest={batch.longest}, most_queries={batch.most_queries}; needed are numbers of rows"
+        )
+
+
+def _check_bias(queries: Tensor, keys: Tensor, bias: RelativeBias, longest: int) -> None:
+    heads = queries.shape[1]
+    for name, x in (("by_distance", bias.by_distance), ("by_time", bias.by_time)):
+        if x is not None and (not x.is_floating_point() or x.device != queries.device):
+            raise UsageError(
+                f"hstu_attention: bias.{name}: {x.dtype} on {x.device}; needed is a floating dtype on {queries.device}"
+            )
+    by_distance, by_time, times = bias
+    if by_distance is not None and (by_distance.dim() != 2 or by_distance.shape[0] != heads or by_distance.shape[1] < longest):
+        raise UsageError(
+            f"hstu_attention: bias.by_distance has shape {list(by_distance.shape)}; needed is [heads, P], here {heads} heads, "
+            f"and P at least the longest sample, {longest}"
+        )
+    if by_time is not None and list(by_time.shape) != [heads, BUCKETS]:
+        raise UsageError(
+            f"hstu_attention: bias.by_time has shape {list(by_time.shape)}; needed is [heads, BUCKETS], here "
+            f"[{heads}, {BUCKETS}]"
+        )
+    if (by_time is None) != (times is None):
+        there, missing = ("times", "by_time") if by_time is None else ("by_time", "times")
+        raise UsageError(f"hstu_attention: bias.{there} is given without bias.{missing}; give both, or neither")
+    if times is not None and (times.dtype != torch.int64 or times.shape != keys.shape[:1] or times.device != keys.device):
+        raise UsageError(
+            f"hstu_attention: bias.times: {times.dtype} {list(times.shape)} on {times.device}; needed are seconds of each row "
+            f"of keys, torch.int64 [{len(keys)}] on {keys.device}"
+        )
