@@ -1,4 +1,5 @@
-"""The attention of HSTU as a function of PyTorch, with its gradients: by kernels where they run, by plain torch elsewhere."""
+"""The attention of HSTU with its gradients: where kernels run an operator of PyTorch, ``torch.ops.dlrm_fused.hstu_attention``,
+elsewhere plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import needs_node, without_autocast
+from dlrm_fused.ops.common.dispatch import Operator, without_autocast
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.hstu_attention.backward import keys_and_values_gradients, queries_gradient
 from dlrm_fused.ops.hstu_attention.bias_gradient import biases_gradients
@@ -55,11 +56,12 @@ def hstu_attention(
     _check_bias(queries, keys, bias, batch.longest)
     if not divisor > 0:
         raise UsageError(f"hstu_attention: divisor={divisor}; it must be above 0, for example the longest sample's keys")
-    if not uses_kernels(queries.device):
+    # A compiler cannot see whether Triton interprets kernels.
+    is_compiled_for_cpu = queries.device.type == "cpu" and torch.compiler.is_compiling()
+    if is_compiled_for_cpu or not uses_kernels(queries.device):
         return _reference(queries, keys, values, batch, scale, divisor, bias)
-    tensors = [one for one in (queries, keys, values, bias.by_distance, bias.by_time) if one is not None]
-    run = _HstuAttention.apply if needs_node(tensors) else _run
-    return run(queries, keys, values, bias.by_distance, bias.by_time, bias.times, batch, float(scale), float(divisor))
+    bounds = batch.key_bounds, batch.query_bounds, batch.first_places, batch.targets_from
+    return _operator(queries, keys, values, *bias, *bounds, batch.longest, batch.most, float(scale), float(divisor))
 
 
 @without_autocast
@@ -69,6 +71,18 @@ def _reference(
     return reference(queries, keys, values, batch, scale=scale, divisor=divisor, bias=bias)
 
 
+_ARGUMENTS = (
+    "Tensor queries, Tensor keys, Tensor values, Tensor? by_distance, Tensor? by_time, Tensor? times, Tensor key_bounds, "
+    "Tensor query_bounds, Tensor first_places, Tensor? targets_from, SymInt longest, SymInt most_queries, float scale, "
+    "float divisor"
+)
+torch.library.define("dlrm_fused::hstu_attention", f"({_ARGUMENTS}) -> Tensor")
+torch.library.define(
+    "dlrm_fused::hstu_attention_backward",
+    f"(Tensor gradient, {_ARGUMENTS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
 def _call(
     queries: Tensor,
     keys: Tensor,
@@ -76,18 +90,25 @@ def _call(
     by_distance: Tensor | None,
     by_time: Tensor | None,
     times: Tensor | None,
-    batch: JaggedQueries,
+    key_bounds: Tensor,
+    query_bounds: Tensor,
+    first_places: Tensor,
+    targets_from: Tensor | None,
+    longest: int,
+    most_queries: int,
     scale: float,
     divisor: float,
 ) -> Call:
-    queries, keys, values = _rows_contiguous(queries), _rows_contiguous(keys), _rows_contiguous(values)
     bias = RelativeBias(*(one if one is None else _rows_contiguous(one) for one in (by_distance, by_time, times)))
-    batch = batch._replace(
-        key_bounds=batch.key_bounds.contiguous(),
-        query_bounds=batch.query_bounds.contiguous(),
-        first_places=batch.first_places.contiguous(),
-        targets_from=None if batch.targets_from is None else batch.targets_from.contiguous(),
+    batch = JaggedQueries(
+        _rows_contiguous(key_bounds),
+        _rows_contiguous(query_bounds),
+        _rows_contiguous(first_places),
+        longest,
+        None if targets_from is None else _rows_contiguous(targets_from),
+        most_queries,
     )
+    queries, keys, values = _rows_contiguous(queries), _rows_contiguous(keys), _rows_contiguous(values)
     return Call(queries, keys, values, batch, bias, scale, divisor)
 
 
@@ -96,40 +117,55 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _run(*inputs: Any) -> Tensor:
+def _forward(*inputs: Any) -> Tensor:
     return forward(_call(*inputs))
 
 
-class _HstuAttention(torch.autograd.Function):
-    """The operator's node of autograd's graph."""
+@torch.library.register_fake("dlrm_fused::hstu_attention")
+def _fake_forward(queries: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+    return values.new_empty(*queries.shape[:2], values.shape[2])
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        call = _call(*inputs)
-        ctx.save_for_backward(
-            call.queries, call.keys, call.values, *call.bias, *(x for x in call.batch if isinstance(x, Tensor))
-        )
-        ctx.numbers = call.batch.longest, call.batch.most_queries, call.scale, call.divisor
-        return forward(call)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, values, by_distance, by_time, times, *of_batch = ctx.saved_tensors
-        longest, most_queries, scale, divisor = ctx.numbers
-        key_bounds, query_bounds, first_places, *targets = of_batch
-        batch = JaggedQueries(key_bounds, query_bounds, first_places, longest, targets[0] if targets else None, most_queries)
-        call = Call(queries, keys, values, batch, RelativeBias(by_distance, by_time, times), scale, divisor)
-        gradient = _rows_contiguous(gradient)
-        of_queries, of_keys, of_values, of_distances, of_times = ctx.needs_input_grad[:5]
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if of_queries:
-            found[0] = queries_gradient(call, gradient)
-        if of_keys or of_values:
-            found[1:3] = keys_and_values_gradients(call, gradient)
-        if of_distances or of_times:
-            found[3:5] = biases_gradients(call, gradient, of_distances, of_times)
-        return tuple(found)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, longest, most_queries, scale, divisor = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.numbers = longest, most_queries, scale, divisor
+
+
+@once_differentiable
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:5])
+    backward = torch.ops.dlrm_fused.hstu_attention_backward
+    found = backward(gradient, *ctx.saved_tensors, *ctx.numbers, wanted)
+    found = [one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True)]
+    return *found, *([None] * (len(ctx.needs_input_grad) - len(found)))
+
+
+@torch.library.impl("dlrm_fused::hstu_attention_backward", ["cpu", "cuda"])
+@without_autocast
+def _backward(gradient: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys, values and both biases; those that are not wanted are empty."""
+    call, (of_queries, of_keys, of_values, of_distances, of_times) = _call(*inputs[:-1]), inputs[-1]
+    gradient = _rows_contiguous(gradient)
+    found: list[Tensor | None] = [None] * len(inputs[-1])
+    if of_queries:
+        found[0] = queries_gradient(call, gradient)
+    if of_keys or of_values:
+        found[1:3] = keys_and_values_gradients(call, gradient)
+    if of_distances or of_times:
+        found[3:5] = biases_gradients(call, gradient, of_distances, of_times)
+    return tuple(gradient.new_empty(0) if one is None else one for one in found)
+
+
+@torch.library.register_fake("dlrm_fused::hstu_attention_backward")
+def _fake_backward(gradient: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    wanted = inputs[-1]
+    is_made = [wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]]
+    found = zip(inputs[:5], is_made, strict=True)
+    return tuple(one.new_empty(one.shape) if is_there else gradient.new_empty(0) for one, is_there in found)
+
+
+_operator = Operator("dlrm_fused::hstu_attention", _forward, _differentiate, _save_for_backward)
 
 
 def _check_rows(queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -116,6 +116,18 @@ def test_only_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
             assert not hstu_attention(*inputs[:3], case.batch(), **call).requires_grad
 
 
+def test_the_operator_is_as_pytorch_wants_it() -> None:
+    """Its schema, what it says of results without computing them, and its node of autograd's graph, also when it is traced."""
+    case = Case((5, 2), heads=1, targets=(1, 1))
+    *inputs, _ = case.tensors()
+    inputs = [one.requires_grad_() for one in inputs]
+    batch, bias = case.batch(), case.bias(inputs[3:])
+    assert bias is not None
+    bounds = batch.key_bounds, batch.query_bounds, batch.first_places, batch.targets_from
+    arguments = *inputs[:3], *bias, *bounds, batch.longest, batch.most, 0.25, 50.0
+    torch.library.opcheck(torch.ops.dlrm_fused.hstu_attention.default, arguments)
+
+
 def test_nan_is_passed_on_and_does_not_leave_its_sample() -> None:
     case = Case((5, 4, 6), heads=1)
     *inputs, gradient = case.tensors()

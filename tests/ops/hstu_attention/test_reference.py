@@ -108,6 +108,13 @@ def test_gradients_of_gradients_are_there_without_kernels() -> None:
     assert inputs[0].grad is not None
 
 
+def test_a_compiler_sees_all_of_it() -> None:
+    case = Case(LENGTHS, targets=(1, 0, 4, 1, 0, 12))
+    compiled = torch.compile(hstu_attention, fullgraph=True, backend="eager")
+    for found, wanted in zip(case.run(compiled), case.run(hstu_attention), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 ROWS = torch.zeros(5, 2, 16)
 BATCH = JaggedQueries.among_all(bounds_of((2, 3)), 3)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
