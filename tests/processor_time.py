@@ -1,8 +1,8 @@
 """Processor time of the tests, with that of all processes that they start; a bound notices when tests grow.
 
-A slow machine needs more of it, and so does one whose processors share a core with other work. So bounds are given in seconds of
-a machine that does a fixed piece of work in 25 ms, and the piece is done again and again between the tests: how long it takes
-then says how many seconds of this machine these are. Ranks that wait for each other spin; bounds leave room for that.
+A slow machine needs more of it, and so does one whose processors share a core with other work. So bounds are given in seconds
+of a machine that does a fixed piece of work in 25 ms, and the piece is done again and again between the tests: how long it
+takes then says how many seconds of this machine these are. Ranks that wait for each other spin; bounds leave room for that.
 """
 
 from __future__ import annotations
