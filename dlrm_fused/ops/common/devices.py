@@ -43,6 +43,12 @@ def has_async_proxy(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether tensor cores leave sums of 16-bit products in a memory of their own, and read all operands from shared memory:
+    Blackwell's of data centers."""
+    return capability(device)[0] == 10
+
+
 def has_float8(device: torch.device) -> bool:
     """Whether kernels can read float8_e4m3fn: from Ada on, and under the interpreter."""
     return device.type == "cpu" or capability(device) >= (8, 9)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.devices import room_of_program
+from dlrm_fused.ops.common.devices import has_tensor_memory, room_of_program
 from dlrm_fused.ops.common.dtypes import uses_tf32
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.hstu_attention.reference import JaggedQueries, RelativeBias
@@ -190,10 +190,13 @@ def fitted(tiles: Tiles, call: Call, *, kept: Callable[[Tiles], int], stepped: C
     tiles = tiles._replace(rows=min(tiles.rows, padded(max(1, call.batch.most))))
     biases = sum(one is not None for one in (call.bias.by_distance, call.bias.by_time))
     room = room_of_program(gpu_of(call.values.device).shared_memory)
+    # Operands that are in registers elsewhere take less than a step's memory.
+    more_steps = int(size == 2 and has_tensor_memory(call.values.device))
 
     def memory() -> int:
         """Return the bytes of a program."""
-        of_rows = size * columns * (kept(tiles) + tiles.stages * stepped(tiles))
+        steps = tiles.stages + more_steps
+        of_rows = size * columns * (kept(tiles) + steps * stepped(tiles))
         return of_rows + 4 * tiles.rows * tiles.keys * max(biases, 1)
 
     while memory() > room and tiles != (smaller := _shrunk(tiles)):
