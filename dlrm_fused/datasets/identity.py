@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from dlrm_fused.config import Config, DataSource
+from dlrm_fused.config import Config, DataSource, ModelKind
 from dlrm_fused.datasets.data_settings import transformation_of
 from dlrm_fused.datasets.dataset import Dataset
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -17,11 +17,12 @@ _NAMES = {
     "transformation": "the ids of its values or the scales of its numbers",
     "features": "its features",
     "rows": "how many ids its features have",
+    "token_times": "whether it knows when tokens happened, which model.kind=hstu reads (sets of earlier releases do not)",
 }
 
 
 def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Digests of ``transformation``, ``features`` and ``rows`` of a data set.
+    """Digests of ``transformation``, ``features`` and ``rows`` of a data set, and for HSTU of ``token_times``.
 
     All sets that one transformation was applied to have the same digests, whatever their rows are. ``transformation`` is left
     out where a set has none, or one of a release that wrote no digest, and ``rows`` where the set does not state them.
@@ -34,6 +35,8 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     digests = {"features": _digest([*names, schema.history_length])}
     if config.data.source is DataSource.prepared:
         digests["rows"] = _digest([feature.rows for feature in schema.tables])
+    if config.model.kind is ModelKind.hstu:
+        digests["token_times"] = _digest(schema.has_token_times)
     folder = transformation_of(config)
     digest = "" if folder is None else Transformation.digest_of(folder)
     return digests | ({"transformation": digest} if digest else {})

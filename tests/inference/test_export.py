@@ -391,6 +391,7 @@ def test_whoever_the_umask_allows_may_read_an_export(model_of_dlrm: Path) -> Non
         ({"checkpoint": "7"}, CheckpointError, "--checkpoint 7: .* has no such checkpoint"),
         ({"overrides": ["data.source=prepared", "data.path=nowhere"]}, DataError, "data.path=nowhere: no such folder"),
         ({"overrides": ["model.top_mlp=[32,1]"]}, CheckpointError, "belongs to other settings"),
+        ({"overrides": ["model.bottom_mlp=[8]"]}, CheckpointError, "has dense.model.dense_arch.* which the model lacks"),
         ({"overrides": ["model.top=1"]}, ConfigError, "model.top: unknown setting"),
     ],
 )

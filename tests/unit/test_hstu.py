@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
 
+from dlrm_fused.datasets import Dataset
+from dlrm_fused.datasets.identity import difference, digests_of
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.models.hstu import Hstu
 from dlrm_fused.models.tensor_parallel import rms_norm
 from dlrm_fused.ops.hstu_attention import BUCKETS
+from tests.unit.small_models import config_of
 
 HISTORY, WIDTH, TOKENS = 4, 6, 5
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -118,6 +126,18 @@ def test_it_sees_when_tokens_happened_relative_to_each_other() -> None:
 def test_without_times_it_does_not() -> None:
     model, vectors = hstu(reads_times=False), tokens()
     assert torch.equal(encode(model, vectors, of_times=2 * times()), encode(model, vectors))
+
+
+def test_a_set_without_times_of_tokens_is_other_data(tmp_path: Path) -> None:
+    """A model that has learned biases by time would otherwise go on without them."""
+
+    def digests(kind: str, has_token_times: bool) -> dict[str, str]:
+        settings = ["data.source=prepared", "data.path=set", f"model.kind={kind}", "model.d_model=8"]
+        schema = DatasetSchema(("x",), (SparseFeature("item", 5),), has_token_times=has_token_times)
+        return digests_of(config_of(tmp_path, *settings), cast(Dataset, SimpleNamespace(schema=schema)))
+
+    assert "model.kind=hstu" in (difference(digests("hstu", True), digests("hstu", False)) or "")
+    assert difference(digests("transformer", True), digests("transformer", False)) is None
 
 
 def test_every_parameter_gets_a_gradient() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows of a table of biases by time.
+# Columns of a table of biases by time.
 BUCKETS = 64
 # Samples of like length are padded together, in so many groups by the type of a device. Lengths on a GPU are not known to the
 # host, so there all samples are one group.
@@ -87,7 +87,7 @@ def time_buckets(seconds: Tensor) -> Tensor:
 
     The paper's code takes 128 buckets whose bounds are powers of 1.35, by a logarithm, which differs in its last bits between
     devices. These are read off the bits of the float32: its exponent and the first bit of its fraction. So kernels and torch
-    agree exactly.
+    agree exactly, for less than 2^31 seconds.
 
     Args:
         seconds: of any integer dtype and shape; less than 1 counts as 1.

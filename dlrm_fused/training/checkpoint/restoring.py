@@ -56,9 +56,13 @@ def restore_tensors(path: Path, state: State) -> None:
     """Fill the tensors of ``state`` from the checkpoint. Collective.
 
     Raises:
-        CheckpointError: if a tensor is missing, has another shape, or cannot be read.
+        CheckpointError: if a tensor is missing, has another shape, or cannot be read, or if there are weights that the model
+            lacks.
     """
     stored = _stored(path)
+    unknown = sorted(key for key in stored.keys() - state.keys() if key.startswith("dense.model."))
+    if unknown:
+        raise CheckpointError(f"{path}: has {unknown[0]}, which the model lacks; it belongs to a model of other settings")
     request: State = {}
     averaged: list[tuple[LocalShards, LocalShards]] = []
     # Tables first: another data set changes the shapes of dense layers too.
