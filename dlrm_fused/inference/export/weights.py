@@ -88,5 +88,6 @@ def restore_weights(saved: SavedRun, schema: DatasetSchema) -> Weights:
     dims = config.embedding.dim_of
     tables = {feature.name: torch.empty(feature.rows, dims(feature.name), dtype=dtype) for feature in features}
     dense: State = {f"dense.{name}": value.detach() for name, value in task.state_dict().items() if not is_table(name)}
-    restore_tensors(saved.checkpoint, {**dense, **{f"table.{name}.weight": table for name, table in tables.items()}})
+    of_tables = {f"table.{name}.weight": table for name, table in tables.items()}
+    restore_tensors(saved.checkpoint, {**dense, **of_tables}, is_whole=True)
     return Weights(task.model, {name: table.float().numpy() for name, table in tables.items()})

@@ -79,7 +79,7 @@ class OnlineModel:
         Raises:
             CheckpointError: if it is damaged or does not fit.
         """
-        restore_tensors(checkpoint, self.state)
+        restore_tensors(checkpoint, self.state, is_whole=True)
 
 
 def _state(parts: dict[str, torch.nn.Module], tables: ShardedTables, groups: ModelParallelGroups) -> State:

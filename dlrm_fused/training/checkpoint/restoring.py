@@ -32,7 +32,7 @@ def restore(path: Path, sharded: ShardedModel, progress: Progress, device: torch
     for _, optimizer in sharded.optimizer.optimizers:
         if optimizer is not sharded.model.fused_optimizer and not optimizer.state:
             optimizer.init_state()  # Adam, and SGD with momentum, make theirs in the first step
-    restore_tensors(path, {**model_state(sharded), **optimizer_state(sharded)})
+    restore_tensors(path, {**model_state(sharded), **optimizer_state(sharded)}, is_whole=True)
     set_optimizer_step(sharded.model, progress.step)
     _set_step_of_data_parallel_tables(sharded, progress.step)
     _restore_random_state(path, device)
@@ -49,19 +49,22 @@ def _set_step_of_data_parallel_tables(sharded: ShardedModel, step: int) -> None:
 
 def restore_model(path: Path, sharded: ShardedModel) -> None:
     """Load the model alone, for evaluation. Collective. Raises like :func:`restore`."""
-    restore_tensors(path, model_state(sharded))
+    restore_tensors(path, model_state(sharded), is_whole=True)
 
 
-def restore_tensors(path: Path, state: State) -> None:
+def restore_tensors(path: Path, state: State, *, is_whole: bool = False) -> None:
     """Fill the tensors of ``state`` from the checkpoint. Collective.
 
+    Args:
+        is_whole: whether ``state`` has all that the model is made of.
+
     Raises:
-        CheckpointError: if a tensor is missing, has another shape, or cannot be read, or if there are weights that the model
-            lacks.
+        CheckpointError: if a tensor is missing, has another shape, or cannot be read, or with ``is_whole`` if the checkpoint
+            has dense weights that ``state`` has not.
     """
     stored = _stored(path)
     unknown = sorted(key for key in stored.keys() - state.keys() if key.startswith("dense.model."))
-    if unknown:
+    if is_whole and unknown:
         raise CheckpointError(f"{path}: has {unknown[0]}, which the model lacks; it belongs to a model of other settings")
     request: State = {}
     averaged: list[tuple[LocalShards, LocalShards]] = []
