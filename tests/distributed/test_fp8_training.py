@@ -10,20 +10,34 @@ from dlrm_fused.config import Config
 from dlrm_fused.models import fp8
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import ErrorStore, Rank
-from tests.distributed.launch import evaluate, losses, metrics, run_ranks, small_config, train
+from tests.distributed.launch import evaluate, losses, metrics, run_ranks, small_config
 from tests.inference.exporting import export
 
-# One layer of 512 x 512 and as many samples as it takes to be multiplied in 8 bits. Rates are small enough that six steps
-# with so many samples do not leave the region where losses compare.
+# In these runs a layer of 64 x 64 and so many samples are large enough to be multiplied in 8 bits: processors without products
+# of 16 bits take minutes for those of 512 x 512. Rates are small enough that six steps do not leave the region where losses
+# compare.
+COLUMNS, SAMPLES = 64, 2048
 LARGE = (
-    "model.top_mlp=[512,512,1]",
-    "training.global_batch_size=16384",
-    "data.synthetic.train_samples=120000",
+    f"model.top_mlp=[{COLUMNS},{COLUMNS},1]",
+    f"training.global_batch_size={SAMPLES}",
+    "data.synthetic.train_samples=15000",
     "training.dense_optimizer.learning_rate=0.002",
     "comm=fused",
 )
-DCNV2 = ("model.kind=dcnv2", "model.cross_rank=512", "model.cross_layers=1")
+DCNV2 = ("model.kind=dcnv2", f"model.cross_rank={COLUMNS}", "model.cross_layers=1")
 BF16, FP8 = "training.precision=bf16", "training.precision=fp8"
+
+
+def train(folder: Path, ranks: int, *overrides: str) -> Path:
+    config = small_config(folder, *overrides)
+    run_ranks(ranks, _train, config)
+    return config.run_dir
+
+
+def _train(config: Config) -> None:
+    fp8._FEWEST_COLUMNS, fp8._FEWEST_ROWS = COLUMNS, SAMPLES
+    rank = Rank.from_environment()
+    trainer.train(config, rank, ErrorStore(rank))
 
 
 def until(step: int) -> str:
@@ -52,19 +66,18 @@ def test_nothing_is_cut_off(of_fp8: Path, of_bf16: Path) -> None:
 
 def _train_without_room(config: Config) -> None:
     fp8._LARGEST_OPERAND = 4096.0  # beyond the range of 8 bits
-    rank = Rank.from_environment()
-    trainer.train(config, rank, ErrorStore(rank))
+    _train(config)
 
 
 def test_what_is_cut_off_on_all_ranks_is_told_for_each_interval(tmp_path: Path) -> None:
     counts = {}
     for compile in ("never", "always"):
-        settings = (*LARGE, "training.global_batch_size=32768", FP8, until(2), f"training.compile={compile}")
+        settings = (*LARGE, f"training.global_batch_size={2 * SAMPLES}", FP8, until(2), f"training.compile={compile}")
         config = small_config(tmp_path / compile, *settings, "telemetry.log_every_steps=1")
         run_ranks(2, _train_without_room, config)
         counts[compile] = [line["fp8_cut_off"] for line in metrics(config.run_dir, "train")]
     assert len(counts["never"]) == 2
-    assert all(2 * 900 < count < 2 * 1100 * 512 for count in counts["never"])  # ranks, rows and columns
+    assert all(2 * 900 < count < 2 * 1100 * COLUMNS for count in counts["never"])  # ranks, rows and columns
     assert counts["always"] == pytest.approx(counts["never"], rel=0.01)
 
 

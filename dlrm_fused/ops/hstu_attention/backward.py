@@ -66,7 +66,7 @@ def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Ten
     key_tiles = ceil_div(call.batch.longest, tiles.keys)
     call.launch(
         keys_gradient_kernel, call.pairs * key_tiles, (Rows.of(gradient), Rows.of(of_keys), Rows.of(of_values)),
-        (key_tiles, call.pairs, call.band(), call.heads, call.scale, call.scale / call.divisor, 1 / call.divisor),
+        (key_tiles, call.pairs, call.band(), call.heads, call.scale, 1 / call.divisor),
         ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return of_keys, of_values
@@ -180,7 +180,7 @@ def _add_queries(
 
 @triton.jit(do_not_specialize=["tiles", "pairs", "band", "heads"])
 def keys_gradient_kernel(
-    queries, keys, values, bias, batch, gradients, of_keys, of_values, tiles, pairs, band, heads, scale, factor, value_factor,
+    queries, keys, values, bias, batch, gradients, of_keys, of_values, tiles, pairs, band, heads, scale, factor,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
     BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,6 @@ def keys_gradient_kernel(
 
     Args:
         tiles: of keys of the longest sample; the first ones are seen by the most queries.
-        factor, value_factor: of the gradients of keys and of values.
         others: as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`.
     """
     pair, number = item_of_program(tiles, pairs, band)
@@ -222,6 +221,6 @@ def keys_gradient_kernel(
                 head, first_key, first_place, begin, end, count, targets, scale,
                 False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, ROWS,
             )  # fmt: skip
-        store_tile(total * factor, at_head(of_keys, first_key, head), of_keys.of_row, first, row, inside, D, COLUMNS)
+        store_tile(total * (scale * factor), at_head(of_keys, first_key, head), of_keys.of_row, first, row, inside, D, COLUMNS)
         at_values = at_head(of_values, first_key, head)
-        store_tile(value_total * value_factor, at_values, of_values.of_row, first, row, inside, D_V, VALUE_COLUMNS)
+        store_tile(value_total * factor, at_values, of_values.of_row, first, row, inside, D_V, VALUE_COLUMNS)

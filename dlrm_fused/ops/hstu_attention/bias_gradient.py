@@ -12,6 +12,8 @@ walks the tiles of candidates and of the keys in its distances once more.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,22 @@ _BUCKETS = tl.constexpr(BUCKETS)
 _PROGRAMS = 8
 
 
+class Sums(NamedTuple):
+    """The sums of all programs, for kernels; a tensor without elements stands for what is not wanted.
+
+    Attributes:
+        distances: fp32 [groups, heads, diagonals, 2 * BLOCK]: number k of a diagonal is of distance
+            (diagonal - 1) * BLOCK + k.
+        of_targets: fp32 [groups, heads, diagonals, BLOCK], of pairs of a candidate and a key of the history: number k is of
+            distance diagonal * BLOCK + k.
+        times: fp32 [groups, heads, diagonals, BUCKETS].
+    """
+
+    distances: Any
+    of_targets: Any
+    times: Any
+
+
 def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the biases by distance [heads, P] and by time [heads, BUCKETS], in their dtypes.
 
@@ -62,7 +80,7 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
     of_targets = any_sums.new_empty((*shape, block)) if has_targets else any_sums
     times = any_sums.new_empty((*shape, BUCKETS)) if of_times else any_sums
     call.launch(
-        biases_gradient_kernel, groups * call.heads * diagonals, (Rows.of(gradient), distances, of_targets, times),
+        biases_gradient_kernel, groups * call.heads * diagonals, (Rows.of(gradient), Sums(distances, of_targets, times)),
         (groups, call.batch.samples, diagonals, call.heads, call.scale, 1 / call.divisor),
         OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=block // 8, num_stages=tiles.stages,
     )  # fmt: skip
@@ -128,8 +146,7 @@ def _scores_gradient(
 
 @triton.jit(do_not_specialize=["groups", "samples", "diagonals", "heads"])
 def biases_gradient_kernel(
-    queries, keys, values, bias, batch, gradients, distances, of_targets, times, groups, samples, diagonals, heads, scale,
-    factor,
+    queries, keys, values, bias, batch, gradients, sums, groups, samples, diagonals, heads, scale, factor,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
     BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,11 +154,6 @@ def biases_gradient_kernel(
     """See :func:`biases_gradients`.
 
     Args:
-        distances: fp32 [groups, heads, diagonals, 2 * BLOCK]: number k of a diagonal is of distance
-            (diagonal - 1) * BLOCK + k.
-        of_targets: fp32 [groups, heads, diagonals, BLOCK], of pairs of a candidate and a key of the history: number k is of
-            distance diagonal * BLOCK + k.
-        times: fp32 [groups, heads, diagonals, BUCKETS].
         groups: of samples; the samples of one lie ``groups`` apart.
         others: as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`.
     """
@@ -200,10 +212,10 @@ def biases_gradient_kernel(
         column = row[:, None] - number + BLOCK
         inside = (column >= 0) & (column < BLOCK)
         skewed = tl.gather(total, tl.where(inside, column, 0), 1)
-        sums = tl.sum(tl.where(inside, skewed, 0.0), 0)
-        tl.store(distances + place * (2 * BLOCK) + tl.arange(0, 2 * BLOCK), sums * factor)
+        by_distance = tl.sum(tl.where(inside, skewed, 0.0), 0)
+        tl.store(sums.distances + place * (2 * BLOCK) + tl.arange(0, 2 * BLOCK), by_distance * factor)
         if HAS_TARGETS:
             # The last key of a tile has the smallest distance.
-            tl.store(of_targets + place * BLOCK + BLOCK - 1 - row, tl.sum(target_total, 0) * factor)
+            tl.store(sums.of_targets + place * BLOCK + BLOCK - 1 - row, tl.sum(target_total, 0) * factor)
     if OF_TIMES:
-        tl.store(times + place * _BUCKETS + bucket, time_total * factor)
+        tl.store(sums.times + place * _BUCKETS + bucket, time_total * factor)
