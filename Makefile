@@ -35,7 +35,7 @@ PYTEST = $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 WITHOUT_KERNELS = $(PYTEST) $(1) -m "not interpreted$(2)"
 WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 $(2) -m "$(1)"
 # Seconds of processor time, of all processes, beyond which `make test` fails, on a machine as fast as that of tests/processor_time.py.
-# Measured were about 840 s and 218 to 353 s: beside other work ranks that wait for each other spin for longer.
+# Measured were 808 s and 217 to 353 s: beside other work ranks that wait for each other spin for longer.
 MOST_WITHOUT_KERNELS = 1000
 MOST_WITH_KERNELS    = 400
 

@@ -22,6 +22,11 @@ class ModelKind(Enum):
         """Whether the model encodes the user's history, by blocks whose heads ranks can share."""
         return self in (ModelKind.transformer, ModelKind.hstu)
 
+    @property
+    def reads_times(self) -> bool:
+        """Whether the model reads when tokens of a history happened, where that is known."""
+        return self is ModelKind.hstu
+
 
 @unique
 class DataSource(Enum):

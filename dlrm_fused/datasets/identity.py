@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from dlrm_fused.config import Config, DataSource, ModelKind
+from dlrm_fused.config import Config, DataSource
 from dlrm_fused.datasets.data_settings import transformation_of
 from dlrm_fused.datasets.dataset import Dataset
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -35,7 +35,7 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     digests = {"features": _digest([*names, schema.history_length])}
     if config.data.source is DataSource.prepared:
         digests["rows"] = _digest([feature.rows for feature in schema.tables])
-    if config.model.kind is ModelKind.hstu:
+    if config.model.kind.reads_times:
         digests["token_times"] = _digest(schema.has_token_times)
     folder = transformation_of(config)
     digest = "" if folder is None else Transformation.digest_of(folder)

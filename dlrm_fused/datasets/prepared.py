@@ -26,6 +26,7 @@ class PreparedDataset:
 
     Args:
         table_rows: rows of every table, in order of ``schema.tables``; ids are taken modulo them. Default: those of the set.
+        reads_times: whether samples have the times of tokens, if the set has them.
 
     Raises:
         DataError: if a file is missing, truncated, or contradicts ``dataset.json``, or a split that it names has no samples.
@@ -37,7 +38,7 @@ class PreparedDataset:
 
     generator_device = None
 
-    def __init__(self, folder: str | Path, table_rows: Sequence[int] | None = None) -> None:
+    def __init__(self, folder: str | Path, table_rows: Sequence[int] | None = None, reads_times: bool = True) -> None:
         folder = Path(folder)
         if not folder.is_dir():
             raise DataError(f"data.path={folder}: no such folder; prepare a data set with data/prepare.py")
@@ -57,7 +58,7 @@ class PreparedDataset:
         self._token_modulo = _modulo(stored.token_features, self.schema.token_features)
         self._interactions = None
         if stored.token_features:
-            self._interactions = _Interactions(SetFolder(folder, INTERACTIONS, checksums), info)
+            self._interactions = _Interactions(SetFolder(folder, INTERACTIONS, checksums), info, reads_times)
 
     def samples(self, split: Split) -> int:
         return self._files(split).samples
@@ -171,12 +172,13 @@ class _SplitFiles:
 class _Interactions:
     """The mapped interactions of all splits."""
 
-    def __init__(self, folder: SetFolder, info: PreparedInfo) -> None:
+    def __init__(self, folder: SetFolder, info: PreparedInfo, reads_times: bool) -> None:
         self._features = info.schema.token_features
         self._tokens = info.schema.history_length + 1
         self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
         self._path = folder.root / folder.name / "times.npy"
-        self._times = folder.map(self._path.name, [info.interactions], ["int64"]) if info.schema.has_token_times else None
+        has_times = reads_times and info.schema.has_token_times
+        self._times = folder.map(self._path.name, [info.interactions], ["int64"]) if has_times else None
 
     def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int], Tensor | None]:
         """Return each token feature's ids in all tokens of b samples, how many each of the b * T tokens has, and the times of
@@ -231,4 +233,5 @@ def open_prepared(config: Config, device: torch.device) -> PreparedDataset:
     """Return the set of ``data.source=prepared``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     folder = folder_of(config)
     schema = PreparedInfo.load(folder).schema
-    return PreparedDataset(folder, rows_of_tables(config, [feature.rows for feature in schema.tables]))
+    table_rows = rows_of_tables(config, [feature.rows for feature in schema.tables])
+    return PreparedDataset(folder, table_rows, config.model.kind.reads_times)

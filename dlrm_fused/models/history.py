@@ -237,6 +237,8 @@ class HistoryOverArch(nn.Module):
 class HistoryDLRM(nn.Module):
     """DLRM whose prediction also reads the user's history.
 
+    The encoder is called ``transformer``, whatever its blocks are, as checkpoints have it.
+
     Args:
         token_tables: of the token features; their dimensions sum to the ``token_width`` of the encoder.
         bottom_mlp: widths of the layers over the dense features; the last is D, of the vectors that interact.

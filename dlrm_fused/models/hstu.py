@@ -76,7 +76,7 @@ class HstuBlock(HistoryBlock):
     def attend_from_candidates(self, batch: JaggedBatch, normed: Tensor, candidates: Tensor) -> Tensor:
         weight = self.projection.weight.unflatten(0, (-1, _PARTS, self._d_head))
         of_candidates = normed.index_select(0, candidates)
-        queries, gates = self._parts(of_candidates, weight[:, [0, 3]])
+        queries, gates = self._parts(of_candidates, weight[:, ::3])  # not by a list, which would be copied to the device
         keys, values = self._parts(normed, weight[:, 1:3])
         each = torch.arange(batch.candidates.shape[0] + 1, device=normed.device)
         rows = JaggedQueries(batch.bounds, each, batch.candidates, self._tokens, most_queries=1)

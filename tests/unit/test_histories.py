@@ -13,7 +13,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.checksums import CHECKSUMS_FILE
-from dlrm_fused.config import Config, Split
+from dlrm_fused.config import Config, DataSource, ModelKind, Split
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.loader import EvaluationLoader
 from dlrm_fused.datasets.preparation import cli, movielens
@@ -144,6 +144,14 @@ def test_each_token_has_the_time_of_its_rating(prepared: Path, ranks: int) -> No
                 assert batch.token_times[share:].tolist() == [[0] * (LENGTH + 1)] * (len(batch.weights) - share)
         first += dataset.samples(split)
     assert [found[sample] for sample in range(len(RATINGS))] == times
+
+
+@pytest.mark.parametrize("kind", ModelKind)
+def test_times_are_read_for_a_model_that_reads_them(prepared: Path, kind: ModelKind) -> None:
+    config = Config()
+    config.data.source, config.data.path, config.model.kind = DataSource.prepared, str(prepared), kind
+    samples = open_dataset(config, torch.device("cpu")).read(Split.train, torch.arange(3))
+    assert (samples.token_times is not None) == (kind is ModelKind.hstu)
 
 
 def test_the_schema_tells_the_average_bag_with_padding(prepared: Path) -> None:
