@@ -16,6 +16,7 @@ OPERATORS = (
     "gemm_all_to_all",
     "expert_layer",
     "all_gather_gemm",
+    "hstu_attention",
 )
 
 

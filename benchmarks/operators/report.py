@@ -27,6 +27,10 @@ _TITLES = {
     },
     "fused / (cuBLAS + NCCL)": {"small": "GEMV + AllReduce", "large": "GEMM + AllReduce", "op": "GEMM + All-to-All"},
     "kernel / cuBLAS": {"gemm": "GEMM alone"},
+    "fused / FlashAttention": {
+        "attention_forward": "HSTU's attention, forward",
+        "attention_training": "HSTU's attention, forward + backward",
+    },
     "fused / unfused": {"layer_forward": "expert layer, forward", "layer_training": "expert layer, forward + backward"},
     "best schedule / (cuBLAS + NCCL)": {
         "all_gather_gemm": "AllGather + GEMM",

@@ -46,6 +46,7 @@ CALLED = {
     "gemm_all_to_all": ("benchmarks.operators.gemm_all_to_all", "gemm_all_to_all"),
     "expert_layer": ("dlrm_fused.models.expert_parallel", "expert_layer_with_slots"),
     "all_gather_gemm": ("benchmarks.operators.all_gather_gemm", "call"),
+    "hstu_attention": ("benchmarks.operators.hstu_attention", "hstu_attention"),
 }
 
 
@@ -67,6 +68,7 @@ def run(folder: Path, operator: str, *arguments: str, program: Callable[..., Any
         ("gemm_all_to_all", 20),
         ("expert_layer", 23),
         ("all_gather_gemm", 64),
+        ("hstu_attention", 24),
     ],
 )
 def test_all_cells_have_names_that_tell_them_apart(operator: str, cells: int) -> None:

@@ -24,6 +24,7 @@ class Case:
         queries: how many of the last places have queries; None: all.
         targets: how many of the last places are candidates; None: there are none.
         biases: ``distance`` and ``time``, or one of them.
+        device: of all tensors.
     """
 
     lengths: Sequence[int]
@@ -35,16 +36,21 @@ class Case:
     targets: Sequence[int] | None = None
     biases: tuple[str, ...] = ("distance", "time")
     seed: int = 0
+    device: str = "cpu"
 
     def batch(self, **changes: Any) -> JaggedQueries:
         counts = self.queries or self.lengths
+
+        def places_before(last: Sequence[int]) -> Tensor:
+            places = [all_ - few for all_, few in zip(self.lengths, last, strict=True)]
+            return torch.tensor(places, dtype=torch.int64, device=self.device)
+
         return JaggedQueries(
-            key_bounds=bounds_of(self.lengths),
-            query_bounds=bounds_of(counts).int(),
-            first_places=torch.tensor([a - b for a, b in zip(self.lengths, counts, strict=True)], dtype=torch.int64),
+            key_bounds=bounds_of(self.lengths).to(self.device),
+            query_bounds=bounds_of(counts).int().to(self.device),
+            first_places=places_before(counts),
             longest=max(self.lengths, default=0),
-            targets_from=self.targets
-            and torch.tensor([a - b for a, b in zip(self.lengths, self.targets, strict=True)], dtype=torch.int64),
+            targets_from=self.targets and places_before(self.targets),
             most_queries=self.queries and max(self.queries),
         )._replace(**changes)
 
@@ -54,7 +60,7 @@ class Case:
         rows, of_queries, d_v = sum(self.lengths), sum(self.queries or self.lengths), self.d_v or self.d
 
         def random(*shape: int, as_dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(as_dtype).to(dtype or as_dtype)
+            return torch.randn(shape, generator=generator).to(as_dtype).to(self.device, dtype or as_dtype)
 
         inputs = [random(of_queries, self.heads, self.d), random(rows, self.heads, self.d), random(rows, self.heads, d_v)]
         widths = {"distance": max(self.lengths, default=0) + 5, "time": BUCKETS}
@@ -65,7 +71,8 @@ class Case:
         """Seconds, in order within a sample, of steps between a second and a month."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         rows = sum(self.lengths)
-        return 1_700_000_000 + (2 ** (21.3 * torch.rand(rows, generator=generator))).long().cumsum(0) % 900_000_000
+        times = 1_700_000_000 + (2 ** (21.3 * torch.rand(rows, generator=generator))).long().cumsum(0) % 900_000_000
+        return times.to(self.device)
 
     def run(self, function: Function, dtype: torch.dtype | None = None, batch: JaggedQueries | None = None) -> list[Tensor]:
         """The function's result and all gradients, of tensors in ``dtype``."""

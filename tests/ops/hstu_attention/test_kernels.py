@@ -1,4 +1,7 @@
-"""The kernels of HSTU's attention against plain torch in float64. Under Triton's interpreter, or on a GPU."""
+"""The kernels of HSTU's attention against plain torch in float64, under Triton's interpreter.
+
+tests/gpu/test_hstu_attention_cuda.py has the cases on a GPU, and larger ones.
+"""
 
 from __future__ import annotations
 
