@@ -275,7 +275,7 @@ _BOUNDED = {
         "begin = seen_by_all + step * KEYS": _DIMENSION,
         "begin_of_tile = (tiles - 1 - number) * ROWS": _DIMENSION,
         "first = number * KEYS": _DIMENSION,
-        "head, first_key, first_place, begin_row + step * ROWS": _DIMENSION,
+        "bias, by_time, head, first_key, first_place, begin_row + step * ROWS": _DIMENSION,
     },
     "ops/hstu_attention/bias_gradient.py": {
         "begin_key = targets - (diagonal + 1) * BLOCK + 1": _DIMENSION,

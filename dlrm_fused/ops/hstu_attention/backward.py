@@ -24,11 +24,13 @@ from dlrm_fused.ops.hstu_attention.kernel import (
     Tiles,
     at_head,
     biased,
+    biases_by_time,
     fitted,
     item_of_program,
     load_tile,
     multiplied,
     sample_of,
+    sigmoid,
     store_tile,
     times_of,
     visible,
@@ -75,13 +77,14 @@ def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Ten
 @triton.jit
 def slope_of(scores):
     """Return the derivative of silu at scores."""
-    rate = tl.sigmoid(scores)
-    return rate * (1 + scores * (1 - rate))
+    rate = sigmoid(scores)
+    return rate + scores * rate * (1 - rate)
 
 
 @triton.jit
 def _add_keys(
-    total, query, gradient, place, time, keys, values, of_key, of_value, bias, head, first_key, begin, count, targets, scale,
+    total, query, gradient, place, first_place, time, keys, values, of_key, of_value, bias, by_time, head, first_key, begin,
+    count, targets, scale,
     IS_MASKED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +97,8 @@ def _add_keys(
     scores = multiplied(query, key.T, TF32) * scale
     time_j = times_of(bias, first_key, j, inside, BY_TIME)
     scores = biased(
-        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], targets, IS_MASKED, BY_DISTANCE,
-        BY_TIME, HAS_TARGETS,
+        scores, bias, by_time, head, place[:, None], j[None, :], first_place, begin + KEYS - 1, time[:, None], time_j[None, :],
+        count, targets, IS_MASKED, BY_DISTANCE, BY_TIME, HAS_TARGETS,
     )  # fmt: skip
     of_scores = multiplied(gradient, value.T, TF32) * slope_of(scores)
     if IS_MASKED:
@@ -123,22 +126,23 @@ def queries_gradient_kernel(
         begin_place = first_place + begin_of_tile
         place = tl.minimum(begin_place + row, count - 1)
         time = times_of(bias, first_key, place, place >= 0, BY_TIME)
+        by_time = biases_by_time(bias, head, BY_TIME)
         at_keys, at_values = at_head(keys, first_key, head), at_head(values, first_key, head)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         last_place = first_place + tl.minimum(begin_of_tile + ROWS, query_count) - 1
         seen_by_all, jump_at, jump_to, steps = walk_of_queries(begin_place, last_place, targets, KEYS)
         for begin in range(0, seen_by_all, KEYS):
             total = _add_keys(
-                total, query, gradient, place, time, at_keys, at_values, keys.of_row, values.of_row, bias, head, first_key,
-                begin, count, targets, scale,
+                total, query, gradient, place, begin_place, time, at_keys, at_values, keys.of_row, values.of_row, bias, by_time,
+                head, first_key, begin, count, targets, scale,
                 False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
             )  # fmt: skip
         for step in range(steps):
             begin = seen_by_all + step * KEYS
             begin = tl.where(begin < jump_at, begin, begin - jump_at + jump_to)
             total = _add_keys(
-                total, query, gradient, place, time, at_keys, at_values, keys.of_row, values.of_row, bias, head, first_key,
-                begin, count, targets, scale,
+                total, query, gradient, place, begin_place, time, at_keys, at_values, keys.of_row, values.of_row, bias, by_time,
+                head, first_key, begin, count, targets, scale,
                 True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
             )  # fmt: skip
         at_result = at_head(result, first_query, head)
@@ -147,8 +151,8 @@ def queries_gradient_kernel(
 
 @triton.jit
 def _add_queries(
-    of_keys, of_values, key, value, j, time_j, queries, gradients, of_query, of_gradient, bias, head, first_key, first_place,
-    begin, end, count, targets, scale,
+    of_keys, of_values, key, value, j, last_j, time_j, queries, gradients, of_query, of_gradient, bias, by_time, head,
+    first_key, first_place, begin, end, count, targets, scale,
     IS_MASKED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -164,12 +168,12 @@ def _add_queries(
     time_i = times_of(bias, first_key, i, i >= 0, BY_TIME)
     scores = multiplied(key, query.T, TF32) * scale
     scores = biased(
-        scores, bias, head, i[None, :], j[:, None], time_i[None, :], time_j[:, None], targets, IS_MASKED, BY_DISTANCE,
-        BY_TIME, HAS_TARGETS,
+        scores, bias, by_time, head, i[None, :], j[:, None], tl.minimum(first_place + begin, count - 1), last_j,
+        time_i[None, :], time_j[:, None], count, targets, IS_MASKED, BY_DISTANCE, BY_TIME, HAS_TARGETS,
     )  # fmt: skip
-    rate = tl.sigmoid(scores)
+    rate = sigmoid(scores)
     shares = scores * rate
-    of_scores = multiplied(value, gradient.T, TF32) * (rate * (1 + scores * (1 - rate)))
+    of_scores = multiplied(value, gradient.T, TF32) * (rate + shares * (1 - rate))
     if IS_MASKED:
         seen = visible(i[None, :], j[:, None], count, targets, HAS_TARGETS)
         shares, of_scores = tl.where(seen, shares, 0.0), tl.where(seen, of_scores, 0.0)
@@ -201,6 +205,7 @@ def keys_gradient_kernel(
         key = load_tile(at_head(keys, first_key, head), keys.of_row, first, row, inside, True, D, COLUMNS)
         value = load_tile(at_head(values, first_key, head), values.of_row, first, row, inside, True, D_V, VALUE_COLUMNS)
         time_j = times_of(bias, first_key, j, inside, BY_TIME)
+        by_time = biases_by_time(bias, head, BY_TIME)
         at_queries, at_gradients = at_head(queries, first_query, head), at_head(gradients, first_query, head)
         last = tl.minimum(first + KEYS, count) - 1
         # Candidates are seen by themselves alone.
@@ -211,14 +216,14 @@ def keys_gradient_kernel(
         total, value_total = tl.zeros((KEYS, COLUMNS), tl.float32), tl.zeros((KEYS, VALUE_COLUMNS), tl.float32)
         for step in range(steps):
             total, value_total = _add_queries(
-                total, value_total, key, value, j, time_j, at_queries, at_gradients, queries.of_row, gradients.of_row, bias,
-                head, first_key, first_place, begin_row + step * ROWS, end, count, targets, scale,
+                total, value_total, key, value, j, last, time_j, at_queries, at_gradients, queries.of_row, gradients.of_row,
+                bias, by_time, head, first_key, first_place, begin_row + step * ROWS, end, count, targets, scale,
                 True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, ROWS,
             )  # fmt: skip
         for begin in range(begin_row + steps * ROWS, end, ROWS):
             total, value_total = _add_queries(
-                total, value_total, key, value, j, time_j, at_queries, at_gradients, queries.of_row, gradients.of_row, bias,
-                head, first_key, first_place, begin, end, count, targets, scale,
+                total, value_total, key, value, j, last, time_j, at_queries, at_gradients, queries.of_row, gradients.of_row,
+                bias, by_time, head, first_key, first_place, begin, end, count, targets, scale,
                 False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, ROWS,
             )  # fmt: skip
         store_tile(total * (scale * factor), at_head(of_keys, first_key, head), of_keys.of_row, first, row, inside, D, COLUMNS)

@@ -27,6 +27,7 @@ from dlrm_fused.ops.hstu_attention.kernel import (
     Tiles,
     at_head,
     biased,
+    biases_by_time,
     bucket_of,
     fitted,
     load_tile,
@@ -69,7 +70,7 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
     by_distance, by_time = call.bias.by_distance, call.bias.by_time
     if gradient.numel() == 0:
         return _zeros(by_distance, of_distances), _zeros(by_time, of_times)
-    tiles = fitted(Tiles(64, 64, 8, 2), call, kept=lambda tiles: 0, stepped=lambda tiles: tiles.rows + tiles.keys)
+    tiles = fitted(Tiles(64, 64, 4, 2), call, kept=lambda tiles: 0, stepped=lambda tiles: tiles.rows + tiles.keys)
     block = min(tiles.rows, tiles.keys)
     diagonals = ceil_div(call.batch.longest - 1, block) + 1
     groups = groups_of_samples(call, diagonals)
@@ -82,7 +83,7 @@ def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times:
     call.launch(
         biases_gradient_kernel, groups * call.heads * diagonals, (Rows.of(gradient), Sums(distances, of_targets, times)),
         (groups, call.batch.samples, diagonals, call.heads, call.scale, 1 / call.divisor),
-        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=block // 8, num_stages=tiles.stages,
+        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     of_table = of_buckets = None
     if of_distances and by_distance is not None:
@@ -111,7 +112,8 @@ def _zeros(bias: Tensor | None, is_wanted: bool) -> Tensor | None:
 
 @triton.jit
 def _scores_gradient(
-    queries, keys, values, gradients, bias, head, first_key, place, begin_row, begin_key, count, query_count, targets, scale,
+    queries, keys, values, gradients, bias, by_time, head, first_key, place, begin_row, begin_key, count, query_count, targets,
+    scale,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
     BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -132,8 +134,9 @@ def _scores_gradient(
     time_i = times_of(bias, first_key, i_inside, is_query, BY_TIME)
     time_j = times_of(bias, first_key, j_inside, is_key, BY_TIME)
     scores = biased(
-        scores, bias, head, i_inside[:, None], j_inside[None, :], time_i[:, None], time_j[None, :], targets, True,
-        BY_DISTANCE, BY_TIME, HAS_TARGETS,
+        scores, bias, by_time, head, i_inside[:, None], j_inside[None, :], tl.minimum(place, count - 1),
+        tl.maximum(begin_key + BLOCK - 1, 0), time_i[:, None], time_j[None, :], count, targets, True, BY_DISTANCE, BY_TIME,
+        HAS_TARGETS,
     )  # fmt: skip
     gradient = load_tile(gradients[0], gradients[1], begin_row, row, is_query, True, D_V, VALUE_COLUMNS)
     value = load_tile(values[0], values[1], begin_key, row, is_key, True, D_V, VALUE_COLUMNS)
@@ -162,8 +165,9 @@ def biases_gradient_kernel(
     diagonal, head, group = program // (groups * heads), program // groups % heads, program % groups
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     target_total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    row, bucket = tl.arange(0, BLOCK), tl.arange(0, _BUCKETS)
-    time_total = tl.zeros((_BUCKETS,), tl.float32)
+    row, bucket = tl.arange(0, BLOCK), tl.arange(0, _BUCKETS)[None, :]
+    time_total = tl.zeros((BLOCK, _BUCKETS), tl.float32)
+    by_time = biases_by_time(bias, head, BY_TIME)
     for sample in range(group, samples, groups):
         first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
         of_queries = (at_head(queries, first_query, head), queries.of_row)
@@ -179,8 +183,8 @@ def biases_gradient_kernel(
         for tile in range(begin, end):
             begin_row = tile * BLOCK
             of_scores, buckets = _scores_gradient(
-                of_queries, of_keys, of_values, of_gradients, bias, head, first_key, first_place + begin_row, begin_row,
-                begin_row - shift, count, query_count, targets, scale,
+                of_queries, of_keys, of_values, of_gradients, bias, by_time, head, first_key, first_place + begin_row,
+                begin_row, begin_row - shift, count, query_count, targets, scale,
                 D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, BLOCK,
             )  # fmt: skip
             if OF_DISTANCES:
@@ -191,8 +195,8 @@ def biases_gradient_kernel(
                     total += of_scores
             if OF_TIMES:
                 for number in range(tl.min(buckets), tl.max(buckets) + 1):
-                    of_bucket = tl.sum(tl.where(buckets == number, of_scores, 0.0))
-                    time_total += tl.where(bucket == number, of_bucket, 0.0)
+                    of_bucket = tl.sum(tl.where(buckets == number, of_scores, 0.0), 1)[:, None]
+                    time_total = tl.where(bucket == number, time_total + of_bucket, time_total)
         if HAS_TARGETS and OF_DISTANCES:
             begin_key = targets - (diagonal + 1) * BLOCK + 1
             begin = tl.maximum(targets - first_place, 0)
@@ -200,8 +204,8 @@ def biases_gradient_kernel(
             for step in range(steps):
                 begin_row = begin + step * BLOCK
                 of_scores, _ = _scores_gradient(
-                    of_queries, of_keys, of_values, of_gradients, bias, head, first_key, first_place + begin_row, begin_row,
-                    begin_key, count, query_count, targets, scale,
+                    of_queries, of_keys, of_values, of_gradients, bias, by_time, head, first_key, first_place + begin_row,
+                    begin_row, begin_key, count, query_count, targets, scale,
                     D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, BLOCK,
                 )  # fmt: skip
                 target_total += tl.where((begin_key + row < targets)[None, :], of_scores, 0.0)
@@ -218,4 +222,4 @@ def biases_gradient_kernel(
             # The last key of a tile has the smallest distance.
             tl.store(sums.of_targets + place * BLOCK + BLOCK - 1 - row, tl.sum(target_total, 0) * factor)
     if OF_TIMES:
-        tl.store(sums.times + place * _BUCKETS + bucket, time_total * factor)
+        tl.store(sums.times + place * _BUCKETS + tl.arange(0, _BUCKETS), tl.sum(time_total, 0) * factor)

@@ -21,10 +21,11 @@ from torch import Tensor
 from dlrm_fused.ops.common.devices import has_tensor_memory, room_of_program
 from dlrm_fused.ops.common.dtypes import uses_tf32
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.hstu_attention.reference import JaggedQueries, RelativeBias
+from dlrm_fused.ops.hstu_attention.reference import BUCKETS, JaggedQueries, RelativeBias
 from dlrm_fused.symmetric.launches import ceil_div, kinds_of, launch_again, next_power_of_2
 
 _LEAST = 16  # rows or columns of a product
+_BUCKETS = tl.constexpr(BUCKETS)
 
 
 class Tiles(NamedTuple):
@@ -286,32 +287,63 @@ def multiplied(left, right, TF32: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)), within some units of the last place. A division would take ten instructions more."""
+    root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
+    return root * root
+
+
+@triton.jit
 def bucket_of(seconds):
     """Return the buckets of differences of times, int32, as :func:`~dlrm_fused.ops.hstu_attention.reference.time_buckets`."""
     return (tl.maximum(seconds, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 22) - 254
 
 
 @triton.jit
+def looked_up(table, index):
+    """Return the elements of a table [C] at an index [A, B], from shared memory. Loads would each be as slow as a product."""
+    flat = tl.reshape(index, (index.shape[0] * index.shape[1],))
+    return tl.reshape(tl.gather(table, flat, 0), index.shape)
+
+
+@triton.jit
+def biases_by_time(bias, head, BY_TIME: tl.constexpr):
+    """Return a head's biases by bucket, [BUCKETS] fp32; a number without BY_TIME."""
+    found = 0.0
+    if BY_TIME:
+        found = tl.load(bias.by_time + head.to(tl.int64) * bias.buckets + tl.arange(0, _BUCKETS)).to(tl.float32)
+    return found
+
+
+@triton.jit
 def biased(
-    scores, bias, head, i, j, time_i, time_j, targets, IS_MASKED: tl.constexpr, BY_DISTANCE: tl.constexpr,
-    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr,
+    scores, bias, by_time, head, i, j, first_i, last_j, time_i, time_j, count, targets, IS_MASKED: tl.constexpr,
+    BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     """Return scores with their biases.
 
     Args:
+        by_time: see :func:`biases_by_time`.
         i, j: the places of queries and keys, in the shapes in which they are broadcast against each other; i is the place of
             a query; with IS_MASKED j may be above it.
-        targets: the place of the first candidate, which all candidates are taken to be at.
+        first_i, last_j: the least i, and a number that no j exceeds; i and j of a tile span no more than its rows.
         time_i, time_j: int32, their times, in the same shapes; with BY_TIME.
+        count: of the sample's keys.
+        targets: the place of the first candidate, which all candidates are taken to be at.
     """
     if BY_DISTANCE:
         if HAS_TARGETS:
             i, j = tl.minimum(i, targets), tl.minimum(j, targets)
+            first_i, last_j = tl.minimum(first_i, targets), tl.minimum(last_j, targets)
         distance = tl.maximum(i - j, 0) if IS_MASKED else i - j
-        scores += tl.load(bias.by_distance + head.to(tl.int64) * bias.distances + distance).to(tl.float32)
+        least = tl.maximum(first_i - last_j, 0)
+        rows: tl.constexpr = scores.shape[0]
+        columns: tl.constexpr = scores.shape[1]
+        near = least + tl.arange(0, 2 * (rows if rows > columns else columns))
+        known = tl.load(bias.by_distance + head.to(tl.int64) * bias.distances + near, mask=near < count, other=0.0)
+        scores += looked_up(known.to(tl.float32), distance - least)
     if BY_TIME:
-        bucket = bucket_of(time_i - time_j)
-        scores += tl.load(bias.by_time + head.to(tl.int64) * bias.buckets + bucket).to(tl.float32)
+        scores += looked_up(by_time, bucket_of(time_i - time_j))
     return scores
 
 
@@ -349,7 +381,8 @@ def walk_of_queries(first_place, last_place, targets, KEYS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    attended, query, place, time, keys, values, of_key, of_value, bias, head, first_key, begin, count, targets, scale,
+    attended, query, place, first_place, time, keys, values, of_key, of_value, bias, by_time, head, first_key, begin, count,
+    targets, scale,
     IS_MASKED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -362,10 +395,10 @@ def _attend(
     scores = multiplied(query, key.T, TF32) * scale
     time_j = times_of(bias, first_key, j, inside, BY_TIME)
     scores = biased(
-        scores, bias, head, place[:, None], j[None, :], time[:, None], time_j[None, :], targets, IS_MASKED, BY_DISTANCE,
-        BY_TIME, HAS_TARGETS,
+        scores, bias, by_time, head, place[:, None], j[None, :], first_place, begin + KEYS - 1, time[:, None], time_j[None, :],
+        count, targets, IS_MASKED, BY_DISTANCE, BY_TIME, HAS_TARGETS,
     )  # fmt: skip
-    shares = scores * tl.sigmoid(scores)
+    shares = scores * sigmoid(scores)
     if IS_MASKED:
         shares = tl.where(visible(place[:, None], j[None, :], count, targets, HAS_TARGETS), shares, 0.0)
     return attended + multiplied(shares.to(value.dtype), value, TF32)
@@ -397,21 +430,24 @@ def forward_kernel(
         begin_place = first_place + begin_of_tile
         place = tl.minimum(begin_place + row, count - 1)
         time = times_of(bias, first_key, place, place >= 0, BY_TIME)
+        by_time = biases_by_time(bias, head, BY_TIME)
         at_keys, at_values = at_head(keys, first_key, head), at_head(values, first_key, head)
         attended = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
         last_place = first_place + tl.minimum(begin_of_tile + ROWS, query_count) - 1
         seen_by_all, jump_at, jump_to, steps = walk_of_queries(begin_place, last_place, targets, KEYS)
         for begin in range(0, seen_by_all, KEYS):
             attended = _attend(
-                attended, query, place, time, at_keys, at_values, keys.of_row, values.of_row, bias, head, first_key, begin,
-                count, targets, scale, False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
+                attended, query, place, begin_place, time, at_keys, at_values, keys.of_row, values.of_row, bias, by_time, head,
+                first_key, begin, count, targets, scale,
+                False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
             )  # fmt: skip
         for step in range(steps):
             begin = seen_by_all + step * KEYS
             begin = tl.where(begin < jump_at, begin, begin - jump_at + jump_to)
             attended = _attend(
-                attended, query, place, time, at_keys, at_values, keys.of_row, values.of_row, bias, head, first_key, begin,
-                count, targets, scale, True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
+                attended, query, place, begin_place, time, at_keys, at_values, keys.of_row, values.of_row, bias, by_time, head,
+                first_key, begin, count, targets, scale,
+                True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
             )  # fmt: skip
         at_out = at_head(out, first_query, head)
         store_tile(attended * factor, at_out, out.of_row, begin_of_tile, row, inside, D_V, VALUE_COLUMNS)
