@@ -277,19 +277,11 @@ _BOUNDED = {
         "first = number * KEYS": _DIMENSION,
         "bias, by_time, head, first_key, first_place, begin_row + step * ROWS": _DIMENSION,
     },
-    "ops/hstu_attention/bias_gradient.py": {
-        "begin_key = targets - (diagonal + 1) * BLOCK + 1": _DIMENSION,
-        "begin_row = begin + step * BLOCK": _DIMENSION,
-        "begin_row = tile * BLOCK": _DIMENSION,
-        "diagonal, head, group = program // (groups * heads)": _ITEMS,
-        "place = (group * heads + head)": _ITEMS,
-        "shift = diagonal * BLOCK - first_place": _DIMENSION,
-    },
     "ops/hstu_attention/kernel.py": {
         "begin = seen_by_all + step * KEYS": _DIMENSION,
         "begin_of_tile = (tiles - 1 - number) * ROWS": _DIMENSION,
-        "first = program // (band * tiles) * band": _ITEMS,
-        "in_band = program - first * tiles": _ITEMS,
+        "first = number // (band * tiles) * band": _ITEMS,
+        "in_band = number - first * tiles": _ITEMS,
     },
     "ops/moe/dispatch.py": {
         "count = tl.load(counts + source * experts + own": _COUNTS,

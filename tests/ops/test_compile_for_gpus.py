@@ -66,7 +66,7 @@ from dlrm_fused.ops.gemv_all_reduce.copies import CopiedSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, choose_blocks, fitted, needed_memory, override
 from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
-from dlrm_fused.ops.hstu_attention import BUCKETS, JaggedQueries, RelativeBias, backward, bias_gradient
+from dlrm_fused.ops.hstu_attention import BUCKETS, JaggedQueries, RelativeBias, backward
 from dlrm_fused.ops.hstu_attention import kernel as hstu
 from dlrm_fused.ops.moe import dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
@@ -167,7 +167,7 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
     monkeypatch.setattr(devices, "is_nvidia", lambda device: of.target.backend == "cuda")
     monkeypatch.setattr(devices, "capability", lambda device: of.capability)
     monkeypatch.setattr(gemv, "starts_early", lambda device, programs: devices.has_dependent_launches(device))
-    for module in (gemm, weight_gradient, products, pieces, attention, hstu, bias_gradient):
+    for module in (gemm, weight_gradient, products, pieces, attention, hstu, backward):
         monkeypatch.setattr(module, "gpu_of", lambda device: replace(INTERPRETER, shared_memory=of.memory))
     for module in (scatter, dispatch, reduce, adagrad, meeting):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
@@ -451,10 +451,8 @@ def launch_hstu_attention(
     of_rows = torch.zeros(8, heads, 4, d, dtype=dtype).unbind(2)
     call = hstu.Call(*of_rows[:3], batch, RelativeBias(by_distance, *by_time), scale=0.1, divisor=1000.0)
     gradient = hstu.forward(call)
-    backward.queries_gradient(call, gradient)
+    backward.queries_and_biases_gradients(call, gradient, of_distances="distance" in biases, of_times="time" in biases)
     backward.keys_and_values_gradients(call, gradient)
-    if biases:
-        bias_gradient.biases_gradients(call, gradient, of_distances="distance" in biases, of_times="time" in biases)
 
 
 def launch_adagrad() -> None:
@@ -491,7 +489,6 @@ OF_FLAGS = {"begin_kernel", "gate_kernel", "mark_kernel"}
 OF_PIECES = {"arriving_gemm_kernel", "pushing_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
 # What is launched, and the kernels that it compiles.
 OF_HSTU = {"forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel"}
-OF_HSTU_WITH_BIASES = {*OF_HSTU, "biases_gradient_kernel"}
 OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel"}
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
@@ -539,13 +536,13 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "hstu_attention": (lambda: launch_hstu_attention(HALF, 64), OF_HSTU),
     "hstu_attention_of_candidates": (
         lambda: launch_hstu_attention(HALF, 128, "distance, time", has_targets=True),
-        OF_HSTU_WITH_BIASES,
+        OF_HSTU,
     ),
     "hstu_attention_of_one_query": (
         lambda: launch_hstu_attention(torch.float16, 24, "distance", queries=1),
-        OF_HSTU_WITH_BIASES,
+        OF_HSTU,
     ),
-    "hstu_attention_fp32": (lambda: launch_hstu_attention(SINGLE, 32, "distance, time"), OF_HSTU_WITH_BIASES),
+    "hstu_attention_fp32": (lambda: launch_hstu_attention(SINGLE, 32, "distance, time"), OF_HSTU),
     "adagrad": (launch_adagrad, {"adagrad_kernel"}),
     "meeting": (lambda: meeting.meet(channel(), 1), {"meet_kernel"}),
     "meeting_low_address": (lambda: meeting.meet(channel(control=1 << 20), 1), {"meet_kernel"}),

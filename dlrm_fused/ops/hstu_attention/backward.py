@@ -7,8 +7,9 @@ With p_ij = silu(s_ij) and a gradient g_i of the result, all sums over the pairs
     dq_i = scale / divisor * sum over j of ds_ij * k_j
     dk_j = scale / divisor * sum over i of ds_ij * q_i
 
-One kernel has a program for each tile of queries, which walks its keys as the forward pass does; the other one for each tile of
-keys, which walks the queries that see it. Both compute the scores again. Each sum is one program's, in one order.
+One kernel takes tiles of queries, and walks their keys as the forward pass does; it also adds up the gradients of biases. The
+other one has a program for each tile of keys, which walks the queries that see it. Both compute the scores again. Each sum is
+one program's, in one order.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.gpus import gpu_of
+from dlrm_fused.ops.hstu_attention.bias_gradient import Sums, add_distances, add_times, add_to_row
 from dlrm_fused.ops.hstu_attention.kernel import (
     Call,
     Rows,
@@ -26,7 +29,7 @@ from dlrm_fused.ops.hstu_attention.kernel import (
     biased,
     biases_by_time,
     fitted,
-    item_of_program,
+    item_of,
     load_tile,
     multiplied,
     sample_of,
@@ -36,25 +39,42 @@ from dlrm_fused.ops.hstu_attention.kernel import (
     visible,
     walk_of_queries,
 )
+from dlrm_fused.ops.hstu_attention.reference import BUCKETS
 from dlrm_fused.symmetric.launches import ceil_div
 
+_BUCKETS = tl.constexpr(BUCKETS)
+# For each multiprocessor, where programs add up gradients of biases: as many as run at a time, with equal shares of the work.
+_PROGRAMS_WITH_SUMS = 2
 
-def queries_gradient(call: Call, gradient: Tensor) -> Tensor:
-    """Return the gradient of queries, [m, heads, d] in their dtype, from that of the result, [m, heads, d_v].
+
+def queries_and_biases_gradients(
+    call: Call, gradient: Tensor, of_distances: bool = False, of_times: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of queries, [m, heads, d] in their dtype, and of biases by distance and by time, as wanted.
 
     Columns of gradients are contiguous, here and below.
+
+    Args:
+        gradient: of the result, [m, heads, d_v].
+        of_distances, of_times: which of the biases' gradients are wanted, of biases that there are.
     """
     result = torch.empty(call.queries.shape, dtype=call.queries.dtype, device=call.queries.device)
-    if result.numel() == 0:
-        return result
-    tiles = fitted(Tiles(128, 64, 8, 2), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
-    query_tiles = ceil_div(call.batch.most, tiles.rows)
-    call.launch(
-        queries_gradient_kernel, call.pairs * query_tiles, (Rows.of(gradient), Rows.of(result)),
-        (query_tiles, call.pairs, call.band(), call.heads, call.scale, call.scale / call.divisor),
-        ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    return result
+    tiles = fitted(Tiles(64, 64, 4, 3), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
+    tiles = tiles._replace(rows=min(tiles.rows, tiles.keys))
+    query_tiles, has_sums = ceil_div(call.batch.most, tiles.rows), of_distances or of_times
+    # Those of a head.
+    programs = items = call.batch.samples * query_tiles if result.numel() else 0
+    if has_sums:
+        programs = min(items, ceil_div(_PROGRAMS_WITH_SUMS * gpu_of(call.queries.device).multiprocessors, call.heads))
+    sums = Sums.new(call, programs * call.heads, of_distances, of_times)
+    if items:
+        call.launch(
+            queries_gradient_kernel, programs * call.heads, (Rows.of(gradient), Rows.of(result), sums),
+            (query_tiles, call.batch.samples, max(1, call.band() // call.heads), call.heads, call.scale, 1 / call.divisor),
+            OF_DISTANCES=of_distances, OF_TIMES=of_times, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )  # fmt: skip
+    return result, *sums.gradients(call)
 
 
 def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,8 +83,7 @@ def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Ten
     of_values = torch.empty(call.values.shape, dtype=call.values.dtype, device=call.values.device)
     if len(gradient) == 0 or of_values.numel() == 0:
         return of_keys.zero_(), of_values.zero_()
-    warps = 8 if sum(call.widths) > 128 else 4
-    tiles = fitted(Tiles(64, 64, warps, 2), call, kept=lambda tiles: tiles.keys, stepped=lambda tiles: tiles.rows)
+    tiles = fitted(Tiles(32, 64, 4, 3), call, kept=lambda tiles: tiles.keys, stepped=lambda tiles: tiles.rows)
     key_tiles = ceil_div(call.batch.longest, tiles.keys)
     call.launch(
         keys_gradient_kernel, call.pairs * key_tiles, (Rows.of(gradient), Rows.of(of_keys), Rows.of(of_values)),
@@ -83,19 +102,26 @@ def slope_of(scores):
 
 @triton.jit
 def _add_keys(
-    total, query, gradient, place, first_place, time, keys, values, of_key, of_value, bias, by_time, head, first_key, begin,
-    count, targets, scale,
+    total, carried, times, query, gradient, place, first_place, time, keys, values, of_key, of_value, bias, by_time,
+    row_of_sums, row_of_targets, head, first_key, begin, count, targets, scale,
     IS_MASKED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     BY_DISTANCE: tl.constexpr, BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, KEYS: tl.constexpr,
+    OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradient of a tile of queries what comes from the KEYS keys from place ``begin`` on."""
+    """Add to the gradients of a tile of queries and of biases what comes from the KEYS keys from place ``begin`` on.
+
+    Args:
+        total: the gradient of queries.
+        carried, times: of biases, see :mod:`~dlrm_fused.ops.hstu_attention.bias_gradient`.
+    """
     row = tl.arange(0, KEYS)
     j = begin + row
     inside = j < count
     key = load_tile(keys, of_key, begin, row, inside, IS_MASKED, D, COLUMNS)
     value = load_tile(values, of_value, begin, row, inside, IS_MASKED, D_V, VALUE_COLUMNS)
     scores = multiplied(query, key.T, TF32) * scale
-    time_j = times_of(bias, first_key, j, inside, BY_TIME)
+    # Keys that are none have the last one's time, so that they are in no bucket of their own.
+    time_j = times_of(bias, first_key, tl.minimum(j, count - 1), j >= 0, BY_TIME)
     scores = biased(
         scores, bias, by_time, head, place[:, None], j[None, :], first_place, begin + KEYS - 1, time[:, None], time_j[None, :],
         count, targets, IS_MASKED, BY_DISTANCE, BY_TIME, HAS_TARGETS,
@@ -103,18 +129,26 @@ def _add_keys(
     of_scores = multiplied(gradient, value.T, TF32) * slope_of(scores)
     if IS_MASKED:
         of_scores = tl.where(visible(place[:, None], j[None, :], count, targets, HAS_TARGETS), of_scores, 0.0)
-    return total + multiplied(of_scores.to(key.dtype), key, TF32)
+    total += multiplied(of_scores.to(key.dtype), key, TF32)
+    if OF_DISTANCES:
+        carried = add_distances(
+            row_of_sums, row_of_targets, of_scores, place, begin, first_place, carried, count, targets, HAS_TARGETS
+        )
+    if OF_TIMES:
+        times = add_times(times, of_scores, time, time_j)
+    return total, carried, times
 
 
-@triton.jit(do_not_specialize=["tiles", "pairs", "band", "heads"])
-def queries_gradient_kernel(
-    queries, keys, values, bias, batch, gradients, result, tiles, pairs, band, heads, scale, factor,
+@triton.jit
+def _walk_keys(
+    queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head, item, tiles, samples,
+    band, scale, factor,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
-    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`queries_gradient`; arguments as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`."""
-    pair, number = item_of_program(tiles, pairs, band)
-    sample, head = pair // heads, pair % heads
+    """Store the gradient of a tile of queries of a head, add to the sums of distances, and return the sums of ``times``."""
+    sample, number = item_of(item, tiles, samples, band)
     first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
     begin_of_tile = (tiles - 1 - number) * ROWS  # the last queries see the most keys
     if begin_of_tile < query_count:
@@ -126,27 +160,68 @@ def queries_gradient_kernel(
         begin_place = first_place + begin_of_tile
         place = tl.minimum(begin_place + row, count - 1)
         time = times_of(bias, first_key, place, place >= 0, BY_TIME)
-        by_time = biases_by_time(bias, head, BY_TIME)
         at_keys, at_values = at_head(keys, first_key, head), at_head(values, first_key, head)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        total, carried = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((KEYS,), tl.float32)
         last_place = first_place + tl.minimum(begin_of_tile + ROWS, query_count) - 1
         seen_by_all, jump_at, jump_to, steps = walk_of_queries(begin_place, last_place, targets, KEYS)
         for begin in range(0, seen_by_all, KEYS):
-            total = _add_keys(
-                total, query, gradient, place, begin_place, time, at_keys, at_values, keys.of_row, values.of_row, bias, by_time,
-                head, first_key, begin, count, targets, scale,
-                False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
+            total, carried, times = _add_keys(
+                total, carried, times, query, gradient, place, begin_place, time, at_keys, at_values, keys.of_row,
+                values.of_row, bias, by_time, row_of_sums, row_of_targets, head, first_key, begin, count, targets, scale,
+                False, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS, OF_DISTANCES, OF_TIMES,
             )  # fmt: skip
+        end = seen_by_all
         for step in range(steps):
             begin = seen_by_all + step * KEYS
             begin = tl.where(begin < jump_at, begin, begin - jump_at + jump_to)
-            total = _add_keys(
-                total, query, gradient, place, begin_place, time, at_keys, at_values, keys.of_row, values.of_row, bias, by_time,
-                head, first_key, begin, count, targets, scale,
-                True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS,
+            total, carried, times = _add_keys(
+                total, carried, times, query, gradient, place, begin_place, time, at_keys, at_values, keys.of_row,
+                values.of_row, bias, by_time, row_of_sums, row_of_targets, head, first_key, begin, count, targets, scale,
+                True, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, KEYS, OF_DISTANCES, OF_TIMES,
             )  # fmt: skip
+            end = begin + KEYS
+        if OF_DISTANCES:
+            add_to_row(row_of_sums, begin_place - end, carried, count)
         at_result = at_head(result, first_query, head)
-        store_tile(total * factor, at_result, result.of_row, begin_of_tile, row, inside, D, COLUMNS)
+        store_tile(total * (scale * factor), at_result, result.of_row, begin_of_tile, row, inside, D, COLUMNS)
+    return times
+
+
+@triton.jit(do_not_specialize=["tiles", "samples", "band", "heads"])
+def queries_gradient_kernel(
+    queries, keys, values, bias, batch, gradients, result, sums, tiles, samples, band, heads, scale, factor,
+    D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
+    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """See :func:`queries_and_biases_gradients`. A program has one head, and with sums tiles of queries of several samples.
+
+    Args:
+        tiles: of queries of the longest sample.
+        band: samples that are worked on together.
+        scale, factor: of the scores, and of the result.
+    """
+    program = tl.program_id(0)
+    head, first_item = program % heads, program // heads
+    row = program.to(tl.int64)
+    row_of_sums, row_of_targets = sums.distances + row * sums.columns, sums.of_targets + row * sums.columns
+    by_time = biases_by_time(bias, head, BY_TIME)
+    times = tl.zeros((ROWS // 16, _BUCKETS), tl.float32)
+    if OF_DISTANCES or OF_TIMES:
+        for item in range(first_item, samples * tiles, tl.num_programs(0) // heads):
+            times = _walk_keys(
+                queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head, item,
+                tiles, samples, band, scale, factor, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32,
+                OF_DISTANCES, OF_TIMES, ROWS, KEYS,
+            )  # fmt: skip
+    else:  # without a loop it takes two thirds of the registers
+        _walk_keys(
+            queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head,
+            first_item, tiles, samples, band, scale, factor, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS,
+            TF32, OF_DISTANCES, OF_TIMES, ROWS, KEYS,
+        )  # fmt: skip
+    if OF_TIMES:
+        tl.store(sums.times + row * _BUCKETS + tl.arange(0, _BUCKETS), tl.sum(times, 0))
 
 
 @triton.jit
@@ -194,7 +269,7 @@ def keys_gradient_kernel(
         tiles: of keys of the longest sample; the first ones are seen by the most queries.
         others: as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`.
     """
-    pair, number = item_of_program(tiles, pairs, band)
+    pair, number = item_of(tl.program_id(0), tiles, pairs, band)
     sample, head = pair // heads, pair % heads
     first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
     first = number * KEYS

@@ -1,13 +1,12 @@
 """The gradients of the biases of HSTU's attention, for GPUs: sums of the scores' gradients over all pairs of places with a
 distance, or a bucket of times, of all samples.
 
-Pairs of a distance i - j lie on a diagonal. A program walks the tiles that lie on one diagonal of tiles, of some samples and
-one head. As each of them covers the same distances, the tiles are simply added up, and their sum is added along its diagonals
-once, at the end. Buckets differ from tile to tile: the program adds up, one by one, those that occur in a tile. It stores its
-sums in a place of its own, and torch adds them: without atomics, in one order.
+The kernel that walks the keys of a tile of queries has the scores' gradients of a tile of pairs at a time. Pairs of a distance
+lie on a diagonal there; they come through shared memory into a column, which is added up. Pairs of a bucket are added up one
+bucket after the other, for the buckets that occur. A program of that kernel works for one head, on several tiles of queries.
+It has a row of its own for its sums, and torch adds the rows: without atomics, in one order.
 
-All candidates of a sample have the distances of the first one. So their pairs of a distance lie in a column, and the program
-walks the tiles of candidates and of the keys in its distances once more.
+All candidates of a sample have the distances of the first one. So their pairs of a distance with the history lie in a column.
 """
 
 from __future__ import annotations
@@ -19,207 +18,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.hstu_attention.backward import slope_of
-from dlrm_fused.ops.hstu_attention.kernel import (
-    Call,
-    Rows,
-    Tiles,
-    at_head,
-    biased,
-    biases_by_time,
-    bucket_of,
-    fitted,
-    load_tile,
-    multiplied,
-    sample_of,
-    times_of,
-    visible,
-)
+from dlrm_fused.ops.hstu_attention.kernel import Call, bucket_of
 from dlrm_fused.ops.hstu_attention.reference import BUCKETS
-from dlrm_fused.symmetric.launches import ceil_div
 
 _BUCKETS = tl.constexpr(BUCKETS)
-# At most so many, for each multiprocessor, and at least one for each diagonal of tiles and head.
-_PROGRAMS = 8
+_ROWS_OF_WARP = tl.constexpr(16)  # of a product
 
 
 class Sums(NamedTuple):
     """The sums of all programs, for kernels; a tensor without elements stands for what is not wanted.
 
     Attributes:
-        distances: fp32 [groups, heads, diagonals, 2 * BLOCK]: number k of a diagonal is of distance
-            (diagonal - 1) * BLOCK + k.
-        of_targets: fp32 [groups, heads, diagonals, BLOCK], of pairs of a candidate and a key of the history: number k is of
-            distance diagonal * BLOCK + k.
-        times: fp32 [groups, heads, diagonals, BUCKETS].
+        distances: fp32 [programs, P], zeros at first.
+        of_targets: fp32 [programs, P], of pairs of a candidate and a key of the history; zeros at first.
+        times: fp32 [programs, BUCKETS].
+        columns: P, at least the longest sample.
     """
 
     distances: Any
     of_targets: Any
     times: Any
+    columns: int
+
+    @staticmethod
+    def new(call: Call, programs: int, of_distances: bool, of_times: bool) -> Sums:
+        """Return memory for the sums that are wanted."""
+
+        def zeros(columns: int, is_wanted: bool) -> Tensor:
+            shape = (programs, columns) if is_wanted else (0,)
+            return torch.zeros(shape, dtype=torch.float32, device=call.queries.device)
+
+        has_targets, longest = call.batch.targets_from is not None, max(1, call.batch.longest)
+        of_targets = zeros(longest, of_distances and has_targets)
+        return Sums(zeros(longest, of_distances), of_targets, zeros(BUCKETS, of_times), longest)
+
+    def gradients(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the biases by distance [heads, P] and by time [heads, BUCKETS], in their dtypes; None for
+        those that are not wanted. Program p is of head p % heads."""
+        of_distances = _sum_of_programs(call, call.bias.by_distance, self.distances, self.of_targets)
+        return of_distances, _sum_of_programs(call, call.bias.by_time, self.times)
 
 
-def biases_gradients(call: Call, gradient: Tensor, of_distances: bool, of_times: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the biases by distance [heads, P] and by time [heads, BUCKETS], in their dtypes.
-
-    Args:
-        gradient: of the result, [m, heads, d_v].
-        of_distances, of_times: which of them are wanted, of biases that there are.
-    """
-    by_distance, by_time = call.bias.by_distance, call.bias.by_time
-    if gradient.numel() == 0:
-        return _zeros(by_distance, of_distances), _zeros(by_time, of_times)
-    tiles = fitted(Tiles(64, 64, 4, 2), call, kept=lambda tiles: 0, stepped=lambda tiles: tiles.rows + tiles.keys)
-    block = min(tiles.rows, tiles.keys)
-    diagonals = ceil_div(call.batch.longest - 1, block) + 1
-    groups = groups_of_samples(call, diagonals)
-    shape = groups, call.heads, diagonals
-    any_sums = torch.empty(0, dtype=torch.float32, device=gradient.device)
-    distances = any_sums.new_empty((*shape, 2 * block)) if of_distances else any_sums
-    has_targets = of_distances and call.batch.targets_from is not None
-    of_targets = any_sums.new_empty((*shape, block)) if has_targets else any_sums
-    times = any_sums.new_empty((*shape, BUCKETS)) if of_times else any_sums
-    call.launch(
-        biases_gradient_kernel, groups * call.heads * diagonals, (Rows.of(gradient), Sums(distances, of_targets, times)),
-        (groups, call.batch.samples, diagonals, call.heads, call.scale, 1 / call.divisor),
-        OF_DISTANCES=of_distances, OF_TIMES=of_times, BLOCK=block, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    of_table = of_buckets = None
-    if of_distances and by_distance is not None:
-        # Half of what a block of diagonals has sums for are distances of the block before it.
-        first, second = distances.sum(0).unflatten(-1, (2, block)).unbind(2)
-        second[:, :-1] += first[:, 1:]
-        if has_targets:
-            second += of_targets.sum(0)
-        of_table = by_distance.new_zeros(by_distance.shape)
-        found = min(diagonals * block, by_distance.shape[1])
-        of_table[:, :found] = second.flatten(1)[:, :found]
-    if of_times and by_time is not None:
-        of_buckets = times.sum((0, 2)).to(by_time.dtype)
-    return of_table, of_buckets
-
-
-def groups_of_samples(call: Call, diagonals: int) -> int:
-    """Return into how many groups samples are divided, so that all multiprocessors have work."""
-    programs = _PROGRAMS * gpu_of(call.queries.device).multiprocessors
-    return min(call.batch.samples, ceil_div(programs, call.heads * diagonals))
-
-
-def _zeros(bias: Tensor | None, is_wanted: bool) -> Tensor | None:
-    return bias.new_zeros(bias.shape) if is_wanted and bias is not None else None
+def _sum_of_programs(call: Call, bias: Tensor | None, *sums: Tensor) -> Tensor | None:
+    """Return the gradient of a bias [heads, C], the sum of those of all programs [programs, up to C]."""
+    wanted = [one for one in sums if one.dim() == 2]
+    if bias is None or not wanted:
+        return None
+    gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+    for one in wanted:
+        gradient[:, : one.shape[1]] += one.unflatten(0, (len(one) // call.heads, call.heads)).sum(0)
+    return (gradient / call.divisor).to(bias.dtype)
 
 
 @triton.jit
-def _scores_gradient(
-    queries, keys, values, gradients, bias, by_time, head, first_key, place, begin_row, begin_key, count, query_count, targets,
-    scale,
-    D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
-    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the gradients of a tile's scores, zeros for pairs that do not see each other, and the pairs' buckets.
+def turned(tile):
+    """Return a tile [A, B], A <= B, so that column c of the result has what lies on two of its diagonals: row a has the element
+    of row a and column (a - c) % B."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    row, column = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
+    index = row * columns + ((row - column) & (columns - 1))
+    flat = tl.gather(tl.reshape(tile, (rows * columns,)), tl.reshape(index, (rows * columns,)), 0)
+    return tl.reshape(flat, (rows, columns))
+
+
+@triton.jit
+def add_to_row(sums, first, added, count):
+    """Add [C] to a row of sums from column ``first`` on, which may be negative; columns outside of [0, count) are left out."""
+    column = first + tl.arange(0, added.shape[0])
+    inside = (column >= 0) & (column < count)
+    # Another thread may have stored what this one loads.
+    tl.debug_barrier()
+    tl.store(sums + column, tl.load(sums + column, mask=inside, other=0.0) + added, mask=inside)
+
+
+@triton.jit
+def add_distances(
+    row_of_sums, row_of_targets, of_scores, place, begin, first_place, carried, count, targets, HAS_TARGETS: tl.constexpr
+):
+    """Add a tile of scores' gradients [ROWS, KEYS] to the sums of their distances, but for those that the next tile has, too.
 
     Args:
-        queries, keys, values, gradients: addresses of the sample's first rows, and strides of a row.
-        place: of the query ``begin_row``.
-        begin_key: place of the first key, maybe below 0.
+        place: [ROWS], of queries, the first of which is ``first_place``.
+        begin: the place of the first key. The next tile begins KEYS later, or this is the last one.
+        carried: [KEYS], what the tile before has of this one's distances, from that of its first query and key on.
+
+    Returns:
+        [KEYS], what is to be carried to the next tile.
     """
-    row = tl.arange(0, BLOCK)
-    i, j = place + row, begin_key + row
-    is_query, is_key = begin_row + row < query_count, (j >= 0) & (j < count)
-    query = load_tile(queries[0], queries[1], begin_row, row, is_query, True, D, COLUMNS)
-    key = load_tile(keys[0], keys[1], begin_key, row, is_key, True, D, COLUMNS)
-    scores = multiplied(query, key.T, TF32) * scale
-    i_inside, j_inside = tl.minimum(i, count - 1), tl.maximum(j, 0)
-    time_i = times_of(bias, first_key, i_inside, is_query, BY_TIME)
-    time_j = times_of(bias, first_key, j_inside, is_key, BY_TIME)
-    scores = biased(
-        scores, bias, by_time, head, i_inside[:, None], j_inside[None, :], tl.minimum(place, count - 1),
-        tl.maximum(begin_key + BLOCK - 1, 0), time_i[:, None], time_j[None, :], count, targets, True, BY_DISTANCE, BY_TIME,
-        HAS_TARGETS,
-    )  # fmt: skip
-    gradient = load_tile(gradients[0], gradients[1], begin_row, row, is_query, True, D_V, VALUE_COLUMNS)
-    value = load_tile(values[0], values[1], begin_key, row, is_key, True, D_V, VALUE_COLUMNS)
-    seen = visible(i[:, None], j[None, :], count, targets, HAS_TARGETS) & is_query[:, None] & (j >= 0)[None, :]
-    of_scores = tl.where(seen, multiplied(gradient, value.T, TF32) * slope_of(scores), 0.0)
-    # Pairs that are not seen have the bucket of the smallest difference: they add zeros.
-    buckets = bucket_of(tl.where(seen, time_i[:, None] - time_j[None, :], 1))
-    return of_scores, buckets
+    rows: tl.constexpr = of_scores.shape[0]
+    keys: tl.constexpr = of_scores.shape[1]
+    if HAS_TARGETS:
+        key_place = begin + tl.arange(0, keys)
+        of_history = (place >= targets)[:, None] & (key_place < targets)[None, :]
+        of_column = tl.sum(tl.where(of_history, of_scores, 0.0), 0)
+        # Columns have falling distances.
+        distance = targets - key_place
+        inside = (key_place < targets) & (distance < count)
+        tl.debug_barrier()
+        at_targets = row_of_targets + distance
+        tl.store(at_targets, tl.load(at_targets, mask=inside, other=0.0) + of_column, mask=inside)
+        of_scores = tl.where(of_history, 0.0, of_scores)
+    columns = turned(of_scores)
+    is_further = tl.arange(0, rows)[:, None] >= tl.arange(0, keys)[None, :]
+    add_to_row(row_of_sums, first_place - begin, carried + tl.sum(tl.where(is_further, columns, 0.0), 0), count)
+    return tl.sum(tl.where(is_further, 0.0, columns), 0)
 
 
-@triton.jit(do_not_specialize=["groups", "samples", "diagonals", "heads"])
-def biases_gradient_kernel(
-    queries, keys, values, bias, batch, gradients, sums, groups, samples, diagonals, heads, scale, factor,
-    D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
-    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """See :func:`biases_gradients`.
-
-    Args:
-        groups: of samples; the samples of one lie ``groups`` apart.
-        others: as of :func:`~dlrm_fused.ops.hstu_attention.kernel.forward_kernel`.
-    """
-    program = tl.program_id(0)
-    # The longest diagonals, those of the smallest distances, come first.
-    diagonal, head, group = program // (groups * heads), program // groups % heads, program % groups
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    target_total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    row, bucket = tl.arange(0, BLOCK), tl.arange(0, _BUCKETS)[None, :]
-    time_total = tl.zeros((BLOCK, _BUCKETS), tl.float32)
-    by_time = biases_by_time(bias, head, BY_TIME)
-    for sample in range(group, samples, groups):
-        first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
-        of_queries = (at_head(queries, first_query, head), queries.of_row)
-        of_keys, of_values = (at_head(keys, first_key, head), keys.of_row), (at_head(values, first_key, head), values.of_row)
-        of_gradients = (at_head(gradients, first_query, head), gradients.of_row)
-        # Tiles of queries from the first one on whose keys are not all before the sample's; of candidates, only the diagonal
-        # has more.
-        shift = diagonal * BLOCK - first_place
-        begin = tl.maximum(shift, 0) // BLOCK
-        end = tl.cdiv(query_count, BLOCK)
-        if diagonal > 0:
-            end = tl.minimum(end, tl.cdiv(tl.maximum(targets + shift, 0), BLOCK))
-        for tile in range(begin, end):
-            begin_row = tile * BLOCK
-            of_scores, buckets = _scores_gradient(
-                of_queries, of_keys, of_values, of_gradients, bias, by_time, head, first_key, first_place + begin_row,
-                begin_row, begin_row - shift, count, query_count, targets, scale,
-                D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, BLOCK,
-            )  # fmt: skip
-            if OF_DISTANCES:
-                if HAS_TARGETS:
-                    i, j = first_place + begin_row + row[:, None], begin_row - shift + row[None, :]
-                    total += tl.where((i >= targets) & (j < targets), 0.0, of_scores)
-                else:
-                    total += of_scores
-            if OF_TIMES:
-                for number in range(tl.min(buckets), tl.max(buckets) + 1):
-                    of_bucket = tl.sum(tl.where(buckets == number, of_scores, 0.0), 1)[:, None]
-                    time_total = tl.where(bucket == number, time_total + of_bucket, time_total)
-        if HAS_TARGETS and OF_DISTANCES:
-            begin_key = targets - (diagonal + 1) * BLOCK + 1
-            begin = tl.maximum(targets - first_place, 0)
-            steps = tl.cdiv(tl.maximum(query_count - begin, 0), BLOCK) if begin_key + BLOCK > 0 else 0
-            for step in range(steps):
-                begin_row = begin + step * BLOCK
-                of_scores, _ = _scores_gradient(
-                    of_queries, of_keys, of_values, of_gradients, bias, by_time, head, first_key, first_place + begin_row,
-                    begin_row, begin_key, count, query_count, targets, scale,
-                    D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32, BLOCK,
-                )  # fmt: skip
-                target_total += tl.where((begin_key + row < targets)[None, :], of_scores, 0.0)
-    place = (group * heads + head).to(tl.int64) * diagonals + diagonal
-    if OF_DISTANCES:
-        # Column k of row a gets the element of distance a - c = k - BLOCK from the diagonal.
-        number = tl.arange(0, 2 * BLOCK)[None, :]
-        column = row[:, None] - number + BLOCK
-        inside = (column >= 0) & (column < BLOCK)
-        skewed = tl.gather(total, tl.where(inside, column, 0), 1)
-        by_distance = tl.sum(tl.where(inside, skewed, 0.0), 0)
-        tl.store(sums.distances + place * (2 * BLOCK) + tl.arange(0, 2 * BLOCK), by_distance * factor)
-        if HAS_TARGETS:
-            # The last key of a tile has the smallest distance.
-            tl.store(sums.of_targets + place * BLOCK + BLOCK - 1 - row, tl.sum(target_total, 0) * factor)
-    if OF_TIMES:
-        tl.store(sums.times + place * _BUCKETS + tl.arange(0, _BUCKETS), tl.sum(time_total, 0) * factor)
+@triton.jit
+def add_times(sums, of_scores, times_of_queries, times_of_keys):
+    """Return the sums [ROWS / 16, BUCKETS] with those of a tile of scores' gradients [ROWS, KEYS] added, by their buckets."""
+    buckets = bucket_of(times_of_queries[:, None] - times_of_keys[None, :])
+    # Pairs that do not see each other have zeros, in whatever bucket.
+    first = bucket_of(tl.min(times_of_queries) - tl.max(times_of_keys))
+    last = bucket_of(tl.max(times_of_queries) - tl.min(times_of_keys))
+    rows: tl.constexpr = of_scores.shape[0]
+    bucket = tl.arange(0, _BUCKETS)[None, :]
+    for number in range(first, last + 1):
+        of_rows = tl.sum(tl.where(buckets == number, of_scores, 0.0), 1)
+        of_warps = tl.sum(tl.reshape(of_rows, (rows // _ROWS_OF_WARP, _ROWS_OF_WARP)), 1)
+        sums = tl.where(bucket == number, sums + of_warps[:, None], sums)
+    return sums

@@ -161,7 +161,8 @@ def forward(call: Call) -> Tensor:
     out = torch.empty(*call.queries.shape[:2], call.values.shape[2], dtype=call.values.dtype, device=call.values.device)
     if out.numel() == 0:
         return out
-    tiles = fitted(Tiles(128, 64, 8, 3), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
+    tiles = Tiles(64, 64, 4, 3) if sum(call.widths) <= 128 else Tiles(128, 64, 8, 3)
+    tiles = fitted(tiles, call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
     query_tiles = ceil_div(call.batch.most, tiles.rows)
     call.launch(
         forward_kernel, call.pairs * query_tiles, (Rows.of(out),),
@@ -219,12 +220,11 @@ def _shrunk(tiles: Tiles) -> Tiles:
 
 
 @triton.jit
-def item_of_program(tiles, pairs, band):
-    """Return the pair of a sample and a head of this program, and its tile; tiles count up over the pairs of a band."""
-    program = tl.program_id(0)
-    first = program // (band * tiles) * band
+def item_of(number, tiles, pairs, band):
+    """Return the pair of a sample and a head of an item of this number, and its tile; tiles count up over a band's pairs."""
+    first = number // (band * tiles) * band
     width = tl.minimum(band, pairs - first)
-    in_band = program - first * tiles
+    in_band = number - first * tiles
     return first + in_band % width, in_band // width
 
 
@@ -349,10 +349,11 @@ def biased(
 
 @triton.jit
 def times_of(bias, first_key, place, inside, BY_TIME: tl.constexpr):
-    """Return the times of places, their lower 32 bits, by which differences are exact; or the places, without BY_TIME."""
+    """Return the times of places, int32 seconds since the sample's first key; or the places, without BY_TIME."""
     times = place
     if BY_TIME:
-        times = tl.load(bias.times + first_key + place, mask=inside, other=0).to(tl.int32)
+        since = tl.load(bias.times + first_key)
+        times = (tl.load(bias.times + first_key + place, mask=inside, other=0) - since).to(tl.int32)
     return times
 
 
@@ -418,7 +419,7 @@ def forward_kernel(
         band: pairs that are worked on together.
         scale, factor: of the scores, and of the result.
     """
-    pair, number = item_of_program(tiles, pairs, band)
+    pair, number = item_of(tl.program_id(0), tiles, pairs, band)
     sample, head = pair // heads, pair % heads
     first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
     begin_of_tile = (tiles - 1 - number) * ROWS  # the last queries see the most keys

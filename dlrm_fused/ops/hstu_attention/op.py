@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
 from dlrm_fused.ops.common.dtypes import DTYPES
-from dlrm_fused.ops.hstu_attention.backward import keys_and_values_gradients, queries_gradient
-from dlrm_fused.ops.hstu_attention.bias_gradient import biases_gradients
+from dlrm_fused.ops.hstu_attention.backward import keys_and_values_gradients, queries_and_biases_gradients
 from dlrm_fused.ops.hstu_attention.kernel import Call, forward
 from dlrm_fused.ops.hstu_attention.reference import BUCKETS, JaggedQueries, RelativeBias, reference
 from dlrm_fused.symmetric.device import uses_kernels
@@ -148,19 +147,17 @@ def _backward(gradient: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     call, (of_queries, of_keys, of_values, of_distances, of_times) = _call(*inputs[:-1]), inputs[-1]
     gradient = _rows_contiguous(gradient)
     found: list[Tensor | None] = [None] * len(inputs[-1])
-    if of_queries:
-        found[0] = queries_gradient(call, gradient)
+    if of_queries or of_distances or of_times:
+        found[0], *found[3:5] = queries_and_biases_gradients(call, gradient, of_distances, of_times)
     if of_keys or of_values:
         found[1:3] = keys_and_values_gradients(call, gradient)
-    if of_distances or of_times:
-        found[3:5] = biases_gradients(call, gradient, of_distances, of_times)
     return tuple(gradient.new_empty(0) if one is None else one for one in found)
 
 
 @torch.library.register_fake("dlrm_fused::hstu_attention_backward")
 def _fake_backward(gradient: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     wanted = inputs[-1]
-    is_made = [wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]]
+    is_made = [wanted[0] or wanted[3] or wanted[4], wanted[1] or wanted[2], wanted[1] or wanted[2], *wanted[3:]]
     found = zip(inputs[:5], is_made, strict=True)
     return tuple(one.new_empty(one.shape) if is_there else gradient.new_empty(0) for one, is_there in found)
 

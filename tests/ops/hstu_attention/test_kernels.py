@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.hstu_attention import BUCKETS, RelativeBias, bias_gradient, hstu_attention, reference, time_buckets
+from dlrm_fused.ops.common.gpus import gpu_of
+from dlrm_fused.ops.hstu_attention import BUCKETS, RelativeBias, backward, hstu_attention, reference, time_buckets
 from dlrm_fused.ops.hstu_attention import op as operator
 from dlrm_fused.ops.hstu_attention.kernel import bucket_of
 from tests.ops.hstu_attention.batches import Case
@@ -95,19 +97,21 @@ def test_two_runs_have_the_same_bits() -> None:
     assert all(map(torch.equal, case.run(hstu_attention), case.run(hstu_attention)))
 
 
-def test_samples_of_several_lengths_share_programs_of_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bias_gradient, "groups_of_samples", lambda call, diagonals: 2)
-    check(Case((3, 0, 40, 1, 34), heads=1))
+@pytest.mark.parametrize("programs", [1, 5])
+def test_programs_add_up_biases_of_several_samples(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "gpu_of", lambda device: replace(gpu_of(device), multiprocessors=programs))
+    check(Case((3, 0, 40, 1, 34), heads=2, queries=(1, 0, 37, 1, 34), targets=(0, 0, 5, 1, 34)))
 
 
 def test_only_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    for name in ("queries_gradient", "keys_and_values_gradients", "biases_gradients"):
+    for name in ("queries_and_biases_gradients", "keys_and_values_gradients"):
         run = getattr(operator, name)
         monkeypatch.setattr(operator, name, lambda *args, run=run, name=name: (called.append(name), run(*args))[1])
     case = Case((5,), heads=1)
     *inputs, gradient = case.tensors()
-    for number, name in ((0, "queries_gradient"), (2, "keys_and_values_gradients"), (4, "biases_gradients")):
+    of_biases = "queries_and_biases_gradients"
+    for number, name in ((0, of_biases), (2, "keys_and_values_gradients"), (3, of_biases), (4, of_biases)):
         for one in inputs:
             one.requires_grad_(False)
         inputs[number].requires_grad_()
