@@ -43,8 +43,8 @@ from dlrm_fused.ops.hstu_attention.reference import BUCKETS
 from dlrm_fused.symmetric.launches import ceil_div
 
 _BUCKETS = tl.constexpr(BUCKETS)
-# For each multiprocessor, where programs add up gradients of biases: as many as run at a time, with equal shares of the work.
-_PROGRAMS_WITH_SUMS = 2
+# At most so many for each multiprocessor, where each has a row of sums of biases' gradients.
+_PROGRAMS_WITH_SUMS = 16
 
 
 def queries_and_biases_gradients(
@@ -59,7 +59,8 @@ def queries_and_biases_gradients(
         of_distances, of_times: which of the biases' gradients are wanted, of biases that there are.
     """
     result = torch.empty(call.queries.shape, dtype=call.queries.dtype, device=call.queries.device)
-    tiles = fitted(Tiles(64, 64, 4, 3), call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
+    tiles = Tiles(64, 64, 4, 3 if sum(call.widths) <= 128 else 2)
+    tiles = fitted(tiles, call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
     tiles = tiles._replace(rows=min(tiles.rows, tiles.keys))
     query_tiles, has_sums = ceil_div(call.batch.most, tiles.rows), of_distances or of_times
     # Those of a head.
@@ -141,8 +142,8 @@ def _add_keys(
 
 @triton.jit
 def _walk_keys(
-    queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head, item, tiles, samples,
-    band, scale, factor,
+    queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head, item, tiles,
+    samples, band, scale, factor,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
     BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
