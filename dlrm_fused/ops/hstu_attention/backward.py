@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.hstu_attention.bias_gradient import Sums, add_distances, add_times, add_to_row
+from dlrm_fused.ops.hstu_attention.bias_gradient import Sums, add_candidates, add_times, along_diagonals, part_of_row
 from dlrm_fused.ops.hstu_attention.kernel import (
     Call,
     Rows,
@@ -113,8 +113,12 @@ def _add_keys(
 
     Args:
         total: the gradient of queries.
-        carried, times: of biases, see :mod:`~dlrm_fused.ops.hstu_attention.bias_gradient`.
+        carried: [KEYS], what the tile before has of this one's distances, from that of its first query and key on.
+        times: by bucket, see :mod:`~dlrm_fused.ops.hstu_attention.bias_gradient`.
     """
+    if OF_DISTANCES:  # the next tile has others, so the sums are final and may be read early
+        sums, is_distance = part_of_row(row_of_sums, first_place - begin, count, KEYS)
+        carried += tl.load(sums, mask=is_distance, other=0.0)
     row = tl.arange(0, KEYS)
     j = begin + row
     inside = j < count
@@ -131,12 +135,14 @@ def _add_keys(
     if IS_MASKED:
         of_scores = tl.where(visible(place[:, None], j[None, :], count, targets, HAS_TARGETS), of_scores, 0.0)
     total += multiplied(of_scores.to(key.dtype), key, TF32)
-    if OF_DISTANCES:
-        carried = add_distances(
-            row_of_sums, row_of_targets, of_scores, place, begin, first_place, carried, count, targets, HAS_TARGETS
-        )
     if OF_TIMES:
         times = add_times(times, of_scores, time, time_j)
+    if OF_DISTANCES:
+        if HAS_TARGETS:
+            of_scores = add_candidates(row_of_targets, of_scores, place, begin, targets)
+        further, nearer = along_diagonals(of_scores)
+        tl.store(sums, carried + further, mask=is_distance)
+        carried = nearer
     return total, carried, times
 
 
@@ -182,7 +188,9 @@ def _walk_keys(
             )  # fmt: skip
             end = begin + KEYS
         if OF_DISTANCES:
-            add_to_row(row_of_sums, begin_place - end, carried, count)
+            sums, is_distance = part_of_row(row_of_sums, begin_place - end, count, KEYS)
+            tl.store(sums, tl.load(sums, mask=is_distance, other=0.0) + carried, mask=is_distance)
+            tl.debug_barrier()  # a thread loads next what another one has stored
         at_result = at_head(result, first_query, head)
         store_tile(total * (scale * factor), at_result, result.of_row, begin_of_tile, row, inside, D, COLUMNS)
     return times

@@ -83,46 +83,36 @@ def turned(tile):
 
 
 @triton.jit
-def add_to_row(sums, first, added, count):
-    """Add [C] to a row of sums from column ``first`` on, which may be negative; columns outside of [0, count) are left out."""
-    column = first + tl.arange(0, added.shape[0])
-    inside = (column >= 0) & (column < count)
-    # Another thread may have stored what this one loads.
-    tl.debug_barrier()
-    tl.store(sums + column, tl.load(sums + column, mask=inside, other=0.0) + added, mask=inside)
+def part_of_row(sums, first, count, COLUMNS: tl.constexpr):
+    """Return the addresses of a row's columns from ``first`` on, which may be negative, and which of them are in [0, count)."""
+    column = first + tl.arange(0, COLUMNS)
+    return sums + column, (column >= 0) & (column < count)
 
 
 @triton.jit
-def add_distances(
-    row_of_sums, row_of_targets, of_scores, place, begin, first_place, carried, count, targets, HAS_TARGETS: tl.constexpr
-):
-    """Add a tile of scores' gradients [ROWS, KEYS] to the sums of their distances, but for those that the next tile has, too.
-
-    Args:
-        place: [ROWS], of queries, the first of which is ``first_place``.
-        begin: the place of the first key. The next tile begins KEYS later, or this is the last one.
-        carried: [KEYS], what the tile before has of this one's distances, from that of its first query and key on.
-
-    Returns:
-        [KEYS], what is to be carried to the next tile.
-    """
+def along_diagonals(of_scores):
+    """Return the sums of a tile [ROWS, KEYS] along its diagonals: [KEYS], of pairs 0 to KEYS - 1 further apart than its first
+    query and key are, and [KEYS], of pairs nearer by KEYS to 1."""
     rows: tl.constexpr = of_scores.shape[0]
     keys: tl.constexpr = of_scores.shape[1]
-    if HAS_TARGETS:
-        key_place = begin + tl.arange(0, keys)
-        of_history = (place >= targets)[:, None] & (key_place < targets)[None, :]
-        of_column = tl.sum(tl.where(of_history, of_scores, 0.0), 0)
-        # Columns have falling distances.
-        distance = targets - key_place
-        inside = (key_place < targets) & (distance < count)
-        tl.debug_barrier()
-        at_targets = row_of_targets + distance
-        tl.store(at_targets, tl.load(at_targets, mask=inside, other=0.0) + of_column, mask=inside)
-        of_scores = tl.where(of_history, 0.0, of_scores)
     columns = turned(of_scores)
     is_further = tl.arange(0, rows)[:, None] >= tl.arange(0, keys)[None, :]
-    add_to_row(row_of_sums, first_place - begin, carried + tl.sum(tl.where(is_further, columns, 0.0), 0), count)
-    return tl.sum(tl.where(is_further, 0.0, columns), 0)
+    return tl.sum(tl.where(is_further, columns, 0.0), 0), tl.sum(tl.where(is_further, 0.0, columns), 0)
+
+
+@triton.jit
+def add_candidates(row_of_targets, of_scores, place, begin, targets):
+    """Add the pairs of a candidate and a key of the history to the sums of their distances, and return the others.
+
+    Args:
+        place: [ROWS], of queries; ``begin``: of the first key.
+    """
+    key_place = begin + tl.arange(0, of_scores.shape[1])
+    of_history = (place >= targets)[:, None] & (key_place < targets)[None, :]
+    of_keys = tl.sum(tl.where(of_history, of_scores, 0.0), 0)
+    sums, inside = row_of_targets + (targets - key_place), key_place < targets
+    tl.store(sums, tl.load(sums, mask=inside, other=0.0) + of_keys, mask=inside)
+    return tl.where(of_history, 0.0, of_scores)
 
 
 @triton.jit
