@@ -88,10 +88,10 @@ test-hosts: setup-dev
 	TRITON_INTERPRET=1 $(PYTEST) -m "exhaustive and interpreted"
 	KILLS=10 $(PYTEST) tests/distributed/test_two_hosts.py -k killed_at_random_moments
 
-# What takes longest begins first.
+# What takes longest begins first. A run that is cut short has named what failed by then.
 LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training transformer_training moe_training transports without_peer_access)
 test-gpu: setup-dev
-	$(PYTEST) -n 10 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
+	$(PYTEST) -v -n 10 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
 
 test-fast: setup-dev
 	$(PYTEST) -n 2 -m "not interpreted and not slow" tests/unit

@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ _SEED = 5
 # Seconds between two tokens: between one and 2^21, evenly by their logarithm.
 _LONGEST_STEP = 21.0
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,22 @@ class Batch:
         """All that gradients flow into, by the operator."""
         return [*self.rows, *self.tables]
 
-    def bias(self, tables: Sequence[Tensor], begin: int = 0, end: int | None = None) -> RelativeBias | None:
-        return RelativeBias(*tables, self.times[begin:end]) if tables else None
+    @property
+    def scale(self) -> float:
+        """The scale of scores."""
+        return float(self.cell.d**-0.5)
 
-    def numbers(self) -> dict[str, float]:
-        return {"scale": self.cell.d**-0.5, "divisor": float(self.cell.longest)}
+    def attend(
+        self, by: Callable[..., Tensor], inputs: Sequence[Tensor], bounds: Tensor, longest: int, times: Tensor
+    ) -> Tensor:
+        """Return HSTU's attention of samples by the operator or its reference."""
+        queries, keys, values, *tables = inputs
+        bias = RelativeBias(tables[0], tables[1], times) if tables else None
+        batch = JaggedQueries.among_all(bounds, longest)
+        return by(queries, keys, values, batch, scale=self.scale, divisor=float(self.cell.longest), bias=bias)
 
     def fused(self) -> Tensor:
-        batch = JaggedQueries.among_all(self.bounds, self.cell.longest)
-        return hstu_attention(*self.rows, batch, **self.numbers(), bias=self.bias(self.tables))
+        return self.attend(hstu_attention, self.inputs, self.bounds, self.cell.longest, self.times)
 
     def expected(self) -> list[Tensor]:
         """The result and all gradients in float32, computed sample by sample."""
@@ -119,9 +126,9 @@ class Batch:
         gradients, results, begin = [torch.zeros_like(one) for one in exact], [], 0
         for length in self.lengths:
             end = begin + length
-            batch = JaggedQueries.among_all(torch.tensor([0, length], device=self.gradient.device), length)
-            own = [one[begin:end] for one in exact[:3]]
-            result = reference(*own, batch, **self.numbers(), bias=self.bias(exact[3:], begin, end))
+            bounds = torch.tensor([0, length], device=self.gradient.device)
+            own = [*(one[begin:end] for one in exact[:3]), *exact[3:]]
+            result = self.attend(reference, own, bounds, length, self.times[begin:end])
             for total, part in zip(
                 gradients, torch.autograd.grad(result, exact, self.gradient[begin:end].float()), strict=True
             ):
@@ -145,18 +152,15 @@ class AttentionCase(Case):
         attentions = self.softmax_attentions()
         if self.cell.biases == "none" and self.world.device.type == "cuda" and importlib.util.find_spec(_RIVAL):
             attentions[_RIVAL] = self.rival()
-        batch = self.batch
-        forwards: dict[str, Callable[[], Tensor]] = {
-            "fused": batch.fused,
-            **{name: lambda attend=attend: attend(*batch.rows) for name, attend in attentions.items()},
-        }
-        inputs = {name: batch.inputs if name == "fused" else batch.rows for name in forwards}
+        forwards: dict[str, Callable[[], Tensor]] = {"fused": self.batch.fused}
+        forwards |= {name: partial(attend, *self.batch.rows) for name, attend in attentions.items()}
         if stage == "attention_forward":
-            return {name: _without_gradients(forward) for name, forward in forwards.items()}
-        return {
-            name: lambda forward=forward, name=name: torch.autograd.grad(forward(), inputs[name], batch.gradient)
-            for name, forward in forwards.items()
-        }
+            return {name: partial(_without_gradients, forward) for name, forward in forwards.items()}
+        return {name: partial(self.with_gradients, name, forward) for name, forward in forwards.items()}
+
+    def with_gradients(self, name: str, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        inputs = self.batch.inputs if name == "fused" else self.batch.rows
+        return torch.autograd.grad(forward(), inputs, self.batch.gradient)
 
     def softmax_attentions(self) -> dict[str, Attend]:
         """Attention as a Transformer has it, of the same samples, by contestant."""
@@ -165,24 +169,24 @@ class AttentionCase(Case):
             batch = JaggedBatch.of(torch.tensor(self.batch.lengths) - 1, cell.longest, sum(self.batch.lengths))
             return {"baseline": lambda *rows: batch.attend(torch.stack(rows, dim=2))}
 
-        def flash(*rows: Tensor) -> Tensor:
-            attended = varlen_attn(*rows, bounds, bounds, cell.longest, cell.longest, window_size=(-1, 0))
+        def flash(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            longest = cell.longest
+            attended = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, window_size=(-1, 0))
             assert isinstance(attended, Tensor)
             return attended
 
         def cudnn(*rows: Tensor) -> Tensor:
-            padded = (one.unflatten(0, (cell.samples, cell.longest)).transpose(1, 2) for one in rows)
+            queries, keys, values = (one.unflatten(0, (cell.samples, cell.longest)).transpose(1, 2) for one in rows)
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return F.scaled_dot_product_attention(*padded, is_causal=True).transpose(1, 2).flatten(0, 1)
+                return F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(0, 1)
 
         return {"baseline": flash, **({"cudnn": cudnn} if cell.lengths == "full" else {})}
 
     def rival(self) -> Attend:
         from generative_recommenders.ops.triton.triton_hstu_attention import triton_hstu_mha
 
-        batch, longest = self.batch, self.cell.longest
-        bounds = batch.bounds.long()
-        return lambda *rows: triton_hstu_mha(longest, batch.numbers()["scale"], *rows, bounds)
+        longest, scale, bounds = self.cell.longest, self.batch.scale, self.batch.bounds.long()
+        return lambda queries, keys, values: triton_hstu_mha(longest, scale, queries, keys, values, bounds)
 
     @cached_property
     def expected(self) -> list[Tensor]:
@@ -208,12 +212,9 @@ class AttentionCase(Case):
         return phases
 
 
-def _without_gradients(forward: Callable[[], Tensor]) -> Pass:
-    def call() -> None:
-        with torch.no_grad():
-            forward()
-
-    return call
+@torch.no_grad()
+def _without_gradients(forward: Callable[[], Tensor]) -> Tensor:
+    return forward()
 
 
 def all_cells() -> list[Cell]:

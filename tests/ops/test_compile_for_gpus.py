@@ -479,9 +479,9 @@ LOSES_NOTHING = {
     "update_kernel": {"sqrt.approx.ftz.f32"},
     "merge_kernel": {"sqrt.approx.ftz.f32"},
     # Powers that are added to 1.
-    **dict.fromkeys(
-        ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel"), {"ex2.approx.ftz.f32", "rsqrt.approx.ftz.f32"}
-    ),
+    "forward_kernel": {"ex2.approx.ftz.f32", "rsqrt.approx.ftz.f32"},
+    "queries_gradient_kernel": {"ex2.approx.ftz.f32", "rsqrt.approx.ftz.f32"},
+    "keys_gradient_kernel": {"ex2.approx.ftz.f32", "rsqrt.approx.ftz.f32"},
 }
 ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=False, flagged=False)
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)

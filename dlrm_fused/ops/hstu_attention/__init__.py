@@ -6,8 +6,8 @@
 2. backward, the same walk gives the queries' gradient, and a walk of each tile of keys through the queries that see it those of
    keys and values (:mod:`~dlrm_fused.ops.hstu_attention.backward`); scores are computed again, and so nothing of the size of a
    history squared is in memory;
-3. the biases' gradients are sums along diagonals of the scores', which a third walk adds up where they are wanted
-   (:mod:`~dlrm_fused.ops.hstu_attention.bias_gradient`).
+3. the biases' gradients are sums of the scores' over pairs of a distance or a bucket of times, which the walk of the queries'
+   gradient adds up where they are wanted (:mod:`~dlrm_fused.ops.hstu_attention.bias_gradient`).
 
 No sum depends on which program is faster: every run has the same bits.
 """

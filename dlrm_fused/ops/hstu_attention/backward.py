@@ -71,8 +71,8 @@ def queries_and_biases_gradients(
     if items:
         call.launch(
             queries_gradient_kernel, programs * call.heads, (Rows.of(gradient), Rows.of(result), sums),
-            (query_tiles, call.batch.samples, max(1, call.band() // call.heads), call.heads, call.scale, 1 / call.divisor),
-            OF_DISTANCES=of_distances, OF_TIMES=of_times, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
+            (query_tiles, call.batch.samples, max(1, call.band() // call.heads), call.heads, (call.scale, 1 / call.divisor)),
+            OF_BIASES=of_distances + 2 * of_times, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
             num_stages=tiles.stages,
         )  # fmt: skip
     return result, *sums.gradients(call)
@@ -149,12 +149,13 @@ def _add_keys(
 @triton.jit
 def _walk_keys(
     queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head, item, tiles,
-    samples, band, scale, factor,
+    samples, band, factors,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
     BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of a tile of queries of a head, add to the sums of distances, and return the sums of ``times``."""
+    scale, factor = factors
     sample, number = item_of(item, tiles, samples, band)
     first_key, count, first_query, query_count, first_place, targets = sample_of(batch, sample, HAS_TARGETS)
     begin_of_tile = (tiles - 1 - number) * ROWS  # the last queries see the most keys
@@ -198,35 +199,38 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=["tiles", "samples", "band", "heads"])
 def queries_gradient_kernel(
-    queries, keys, values, bias, batch, gradients, result, sums, tiles, samples, band, heads, scale, factor,
+    queries, keys, values, bias, batch, gradients, result, sums, tiles, samples, band, heads, factors,
     D: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BY_DISTANCE: tl.constexpr,
-    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_DISTANCES: tl.constexpr, OF_TIMES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BY_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr, TF32: tl.constexpr, OF_BIASES: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`queries_and_biases_gradients`. A program has one head, and with sums tiles of queries of several samples.
 
     Args:
         tiles: of queries of the longest sample.
         band: samples that are worked on together.
-        scale, factor: of the scores, and of the result.
+        factors: of the scores, and of the result.
+        OF_BIASES: which gradients of biases are wanted: 0 none, 1 by distance, 2 by time, 3 both.
     """
+    OF_DISTANCES: tl.constexpr = OF_BIASES % 2 == 1
+    OF_TIMES: tl.constexpr = OF_BIASES >= 2
     program = tl.program_id(0)
     head, first_item = program % heads, program // heads
     row = program.to(tl.int64)
     row_of_sums, row_of_targets = sums.distances + row * sums.columns, sums.of_targets + row * sums.columns
     by_time = biases_by_time(bias, head, BY_TIME)
     times = tl.zeros((ROWS // 16, _BUCKETS), tl.float32)
-    if OF_DISTANCES or OF_TIMES:
+    if OF_BIASES > 0:
         for item in range(first_item, samples * tiles, tl.num_programs(0) // heads):
             times = _walk_keys(
                 queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head, item,
-                tiles, samples, band, scale, factor, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32,
+                tiles, samples, band, factors, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32,
                 OF_DISTANCES, OF_TIMES, ROWS, KEYS,
             )  # fmt: skip
     else:  # without a loop it takes two thirds of the registers
         _walk_keys(
             queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head,
-            first_item, tiles, samples, band, scale, factor, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS,
+            first_item, tiles, samples, band, factors, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS,
             TF32, OF_DISTANCES, OF_TIMES, ROWS, KEYS,
         )  # fmt: skip
     if OF_TIMES:
