@@ -8,8 +8,8 @@ With p_ij = silu(s_ij) and a gradient g_i of the result, all sums over the pairs
     dk_j = scale / divisor * sum over i of ds_ij * q_i
 
 One kernel takes tiles of queries, and walks their keys as the forward pass does; it also adds up the gradients of biases. The
-other one has a program for each tile of keys, which walks the queries that see it. Both compute the scores again. Each sum is
-one program's, in one order.
+other one has a program for each tile of keys, which walks the queries that see it. Both compute the scores again. All sums have
+one order.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _add_keys(
         times = add_times(times, of_scores, time, time_j)
     if OF_DISTANCES:
         if HAS_TARGETS:
-            of_scores = add_candidates(row_of_targets, of_scores, place, begin, targets)
+            of_scores = add_candidates(row_of_targets, of_scores, place, begin, count, targets)
         further, nearer = along_diagonals(of_scores)
         tl.store(sums, carried + further, mask=is_distance)
         carried = nearer
@@ -166,7 +166,8 @@ def _walk_keys(
         query = load_tile(at_queries, queries.of_row, begin_of_tile, row, inside, True, D, COLUMNS)
         gradient = load_tile(at_gradients, gradients.of_row, begin_of_tile, row, inside, True, D_V, VALUE_COLUMNS)
         begin_place = first_place + begin_of_tile
-        place = tl.minimum(begin_place + row, count - 1)
+        # Rows that are none see what the last query sees: nothing that no query sees gets into sums.
+        place = tl.minimum(begin_place + row, first_place + query_count - 1)
         time = times_of(bias, first_key, place, place >= 0, BY_TIME)
         at_keys, at_values = at_head(keys, first_key, head), at_head(values, first_key, head)
         total, carried = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((KEYS,), tl.float32)
@@ -252,11 +253,11 @@ def _add_queries(
     inside = begin + row < end
     query = load_tile(queries, of_query, begin, row, inside, True, D, COLUMNS)
     gradient = load_tile(gradients, of_gradient, begin, row, inside, True, D_V, VALUE_COLUMNS)
-    i = tl.minimum(first_place + begin + row, count - 1)
+    i = first_place + tl.minimum(begin + row, end - 1)
     time_i = times_of(bias, first_key, i, i >= 0, BY_TIME)
     scores = multiplied(key, query.T, TF32) * scale
     scores = biased(
-        scores, bias, by_time, head, i[None, :], j[:, None], tl.minimum(first_place + begin, count - 1), last_j,
+        scores, bias, by_time, head, i[None, :], j[:, None], first_place + begin, last_j,
         time_i[None, :], time_j[:, None], count, targets, IS_MASKED, BY_DISTANCE, BY_TIME, HAS_TARGETS,
     )  # fmt: skip
     rate = sigmoid(scores)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.hstu_attention.kernel import Call, bucket_of
 from dlrm_fused.ops.hstu_attention.reference import BUCKETS
+from dlrm_fused.symmetric.launches import next_power_of_2
 
 _BUCKETS = tl.constexpr(BUCKETS)
 _ROWS_OF_WARP = tl.constexpr(16)  # of a product
@@ -32,7 +33,7 @@ class Sums(NamedTuple):
         distances: fp32 [programs, P], zeros at first.
         of_targets: fp32 [programs, P], of pairs of a candidate and a key of the history; zeros at first.
         times: fp32 [programs, BUCKETS].
-        columns: P, at least the longest sample.
+        columns: P, at least the longest sample; a power of two, since kernels are compiled by its divisors.
     """
 
     distances: Any
@@ -48,7 +49,7 @@ class Sums(NamedTuple):
             shape = (programs, columns) if is_wanted else (0,)
             return torch.zeros(shape, dtype=torch.float32, device=call.queries.device)
 
-        has_targets, longest = call.batch.targets_from is not None, max(1, call.batch.longest)
+        has_targets, longest = call.batch.targets_from is not None, next_power_of_2(max(1, call.batch.longest))
         of_targets = zeros(longest, of_distances and has_targets)
         return Sums(zeros(longest, of_distances), of_targets, zeros(BUCKETS, of_times), longest)
 
@@ -60,13 +61,14 @@ class Sums(NamedTuple):
 
 
 def _sum_of_programs(call: Call, bias: Tensor | None, *sums: Tensor) -> Tensor | None:
-    """Return the gradient of a bias [heads, C], the sum of those of all programs [programs, up to C]."""
+    """Return the gradient of a bias [heads, C], the sum of those of all programs [programs, P]; beyond C these are zeros."""
     wanted = [one for one in sums if one.dim() == 2]
     if bias is None or not wanted:
         return None
     gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     for one in wanted:
-        gradient[:, : one.shape[1]] += one.unflatten(0, (len(one) // call.heads, call.heads)).sum(0)
+        found = one.unflatten(0, (len(one) // call.heads, call.heads)).sum(0)[:, : bias.shape[1]]
+        gradient[:, : found.shape[1]] += found
     return (gradient / call.divisor).to(bias.dtype)
 
 
@@ -101,16 +103,17 @@ def along_diagonals(of_scores):
 
 
 @triton.jit
-def add_candidates(row_of_targets, of_scores, place, begin, targets):
+def add_candidates(row_of_targets, of_scores, place, begin, count, targets):
     """Add the pairs of a candidate and a key of the history to the sums of their distances, and return the others.
 
     Args:
         place: [ROWS], of queries; ``begin``: of the first key.
+        count: of the sample's keys; no candidate has ``targets`` if that is as many.
     """
     key_place = begin + tl.arange(0, of_scores.shape[1])
     of_history = (place >= targets)[:, None] & (key_place < targets)[None, :]
     of_keys = tl.sum(tl.where(of_history, of_scores, 0.0), 0)
-    sums, inside = row_of_targets + (targets - key_place), key_place < targets
+    sums, inside = row_of_targets + (targets - key_place), (key_place < targets) & (targets < count)
     tl.store(sums, tl.load(sums, mask=inside, other=0.0) + of_keys, mask=inside)
     return tl.where(of_history, 0.0, of_scores)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.hstu_attention import BUCKETS, RelativeBias, backward, hstu_attention, reference, time_buckets
 from dlrm_fused.ops.hstu_attention import op as operator
+from dlrm_fused.ops.hstu_attention.bias_gradient import Sums
 from dlrm_fused.ops.hstu_attention.kernel import bucket_of
 from tests.ops.hstu_attention.batches import Case
 
@@ -101,6 +102,37 @@ def test_two_runs_have_the_same_bits() -> None:
 def test_programs_add_up_biases_of_several_samples(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "gpu_of", lambda device: replace(gpu_of(device), multiprocessors=programs))
     check(Case((3, 0, 40, 1, 34), heads=2, queries=(1, 0, 37, 1, 34), targets=(0, 0, 5, 1, 34)))
+
+
+def test_nothing_is_stored_beside_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sample is the longest, and has no candidates: none of its pairs has a distance as large as it has keys."""
+    guards, new = [], Sums.new
+
+    def guarded(*given: Any) -> Sums:
+        sums = new(*given)
+        memory = torch.full((sums.of_targets.numel() + 64,), -0.0)
+        memory[:-64] = 0
+        guards.append(memory[-64:])
+        return sums._replace(of_targets=memory[:-64].view_as(sums.of_targets))
+
+    monkeypatch.setattr(Sums, "new", guarded)
+    check(Case((5, 32), heads=1, targets=(1, 0)))
+    (guard,) = guards
+    assert guard.signbit().all()
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["keys", "values"])
+def test_what_no_query_sees_is_in_no_sum_over_queries(number: int) -> None:
+    """Queries at places 1 and 2 of ten, of which a later one is NaN."""
+    case = Case((10,), heads=1)
+    *inputs, gradient = (one.clone() for one in case.tensors())
+    inputs[0], gradient = inputs[0][:2], gradient[:2]
+    inputs[number][5] = torch.nan
+    inputs = [one.requires_grad_() for one in inputs]
+    batch = case.batch(query_bounds=torch.tensor([0, 2]), first_places=torch.tensor([1]), most_queries=2)
+    result = hstu_attention(*inputs[:3], batch, **case.numbers(), bias=case.bias(inputs[3:]))
+    of_keys_values_and_biases = torch.autograd.grad(result, inputs, gradient)[1:]
+    assert all(found.isfinite().all() for found in of_keys_values_and_biases)
 
 
 def test_only_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
