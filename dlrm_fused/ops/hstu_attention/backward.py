@@ -70,7 +70,7 @@ def queries_and_biases_gradients(
     tiles = fitted(tiles, call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
     tiles = tiles._replace(rows=min(tiles.rows, tiles.keys))
     query_tiles, has_sums = ceil_div(call.batch.most, tiles.rows), of_distances or of_times
-    # Those of a head.
+    # Both are of one head.
     programs = items = call.batch.samples * query_tiles if result.numel() else 0
     if has_sums:
         programs = min(items, ceil_div(_PROGRAMS_WITH_SUMS * gpu_of(call.queries.device).multiprocessors, call.heads))
