@@ -46,10 +46,8 @@ from dlrm_fused.ops.hstu_attention.kernel import (
     visible,
     walk_of_queries,
 )
-from dlrm_fused.ops.hstu_attention.reference import BUCKETS
 from dlrm_fused.symmetric.launches import ceil_div
 
-_BUCKETS = tl.constexpr(BUCKETS)
 # At most so many for each multiprocessor, where each has a row of sums of biases' gradients.
 _PROGRAMS_WITH_SUMS = 16
 
@@ -235,14 +233,15 @@ def queries_gradient_kernel(
                 tiles, samples, band, factors, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS, TF32,
                 OF_DISTANCES, OF_TIMES, ROWS, KEYS,
             )  # fmt: skip
-    else:  # without a loop it takes two thirds of the registers
+    else:  # a loop would cost registers
         _walk_keys(
             queries, keys, values, bias, batch, gradients, result, by_time, row_of_sums, row_of_targets, times, head,
             first_item, tiles, samples, band, factors, D, D_V, COLUMNS, VALUE_COLUMNS, BY_DISTANCE, BY_TIME, HAS_TARGETS,
             TF32, OF_DISTANCES, OF_TIMES, ROWS, KEYS,
         )  # fmt: skip
     if OF_TIMES:
-        tl.store(sums.times + row * _BUCKETS + tl.arange(0, _BUCKETS), tl.sum(times, 0))
+        buckets: tl.constexpr = times.shape[1]
+        tl.store(sums.times + row * buckets + tl.arange(0, buckets), tl.sum(times, 0))
 
 
 @triton.jit

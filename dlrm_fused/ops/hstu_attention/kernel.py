@@ -288,7 +288,7 @@ def multiplied(left, right, TF32: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + exp(-x)), with a relative error of some 2^-24 * (1 + abs(x)). A division takes ten instructions more."""
+    """Return 1 / (1 + exp(-x)), with a relative error of some 2^-24 * (1 + abs(x)). A division takes more instructions."""
     root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
@@ -301,7 +301,7 @@ def bucket_of(seconds):
 
 @triton.jit
 def looked_up(table, index):
-    """Return the elements of a table [C] at an index [A, B], from shared memory, where loads would take five times as long."""
+    """Return the elements of a table [C] at an index [A, B], from shared memory. Loads are copied there pair by pair."""
     flat = tl.reshape(index, (index.shape[0] * index.shape[1],))
     return tl.reshape(tl.gather(table, flat, 0), index.shape)
 
