@@ -89,7 +89,10 @@ test-hosts: setup-dev
 	KILLS=10 $(PYTEST) tests/distributed/test_two_hosts.py -k killed_at_random_moments
 
 # What takes longest begins first. A run that is cut short has named what failed by then.
-LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training transformer_training moe_training transports without_peer_access)
+LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training transformer_training moe_training all_gather_gemm moe online \
+    without_peer_access transports)
+# Each rank that compiles would start a process for each core, beside the ranks of ten workers.
+test-gpu: export TORCHINDUCTOR_COMPILE_THREADS = 1
 test-gpu: setup-dev
 	$(PYTEST) -v -n 10 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
 

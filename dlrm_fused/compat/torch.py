@@ -128,6 +128,14 @@ def is_alive(process_group: dist.ProcessGroup) -> bool:
     return process_group in dist.distributed_c10d._world.pg_map
 
 
+def count_process_groups() -> int:
+    """Return how many process groups this rank has; ``new_group(use_local_synchronization=True)`` names its group by it.
+
+    The public ``get_pg_count`` leaves out groups that were made in this way, and counts those that were destroyed.
+    """
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()

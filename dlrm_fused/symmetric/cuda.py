@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.compat.torch import is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
+from dlrm_fused.compat.torch import count_process_groups, is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -31,6 +31,10 @@ def is_p2p_off() -> bool:
     return os.environ.get(P2P_VARIABLE) == "1"
 
 
+def _gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True))
+
+
 class CudaGroup(SymmetricGroup):
     """Ranks with a GPU of their own each."""
 
@@ -44,11 +48,7 @@ class CudaGroup(SymmetricGroup):
             _say_what_no_peer_access_means()
         self._local_group = self.process_group
         if self.hosts.are_many:
-            self._check_groups()
-            # torch's symmetric memory wants a group whose ranks all reach each other.
-            ranks = dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
-            local = [ranks[rank] for rank in self.hosts.local]
-            self._local_group = cast(dist.ProcessGroup, dist.new_group(local, use_local_synchronization=True))
+            self._local_group = self._make_local_group()
 
     def close(self) -> None:
         local, self._local_group = self._local_group, None
@@ -70,14 +70,20 @@ class CudaGroup(SymmetricGroup):
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
             )
 
-    def _check_groups(self) -> None:
-        """Ranks that differ here would wait in torch for each other: it names a group by the number of those before."""
-        counts = self.gather(dist.get_pg_count)
-        if len(set(counts)) > 1:
-            raise UsageError(
-                f"the ranks of this group have made {counts} process groups; on GPUs of several hosts all must have made "
-                "equally many before: call torch.distributed.new_group on all ranks, for every group"
-            )
+    def _make_local_group(self) -> dist.ProcessGroup:
+        """Return a process group of the ranks of this host.
+
+        Torch's symmetric memory wants one whose ranks all reach each other. Gloo makes it without other ranks of the default
+        group; NCCL would wait for all of them (``ncclCommSplit``). Torch names such a group by the number of groups that a rank
+        has, and ranks with unequal numbers would wait for each other.
+        """
+        own, ranks = dist.get_rank(), dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
+        counts = self.gather(count_process_groups)
+        fillers = [_gloo_group([own]) for _ in range(max(counts) - counts[self.rank])]
+        made = _gloo_group([ranks[rank] for rank in self.hosts.local])
+        for filler in fillers:
+            dist.destroy_process_group(filler)
+        return made
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
         """Return the ranks of this host to whose GPU this rank's has no peer access."""

@@ -46,8 +46,7 @@ from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
 from tests.interpreter import quicken
 
 _RANK_TIMEOUT_SECONDS = 240.0
-# Once CUDA is initialized, as some imports do, a process cannot be forked.
-_context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_context: Any = multiprocessing.get_context("forkserver")
 _OF_TORCHRUN = (
     "RANK",
     "LOCAL_RANK",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
+
+# Once CUDA is initialized, a process cannot be forked. Imports ask whether there are GPUs, which then does not initialize it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest  # noqa: F401
 import torch
@@ -29,7 +33,8 @@ _IMPORTED_LATE = (
     "xxhash",  # by TorchRec's planner
 )
 for module in _IMPORTED_LATE:
-    importlib.import_module(module)
+    if importlib.util.find_spec(module):  # some releases of torch lack some
+        importlib.import_module(module)
 with tempfile.TemporaryDirectory() as folder:
     small = small_config(Path(folder))  # OmegaConf's schema
 open_dataset(small, torch.device("cpu"))  # the mean of generated labels
@@ -38,5 +43,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     rewrite_all()
     polls_per_second(torch.device("cpu"))
     polls_per_second(torch.device("cpu"), gemv.poll)
+del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 # Ranks neither search nor copy what is there already.
 gc.freeze()

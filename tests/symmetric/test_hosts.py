@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.compat.torch import count_process_groups
 from dlrm_fused.symmetric import Channel, cuda, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from tests.distributed.launch import on_hosts, run_ranks
@@ -90,21 +92,26 @@ def test_groups_over_hosts_are_made_anew_after_the_end_of_all_process_groups() -
     assert run_ranks(2, on_hosts, (0, 1), send_once_more) == [[1.0, 11.0], [0.0, 10.0]]
 
 
-def hosts_of_gpus(has_peer_access: bool, setting: str) -> tuple[list[tuple[tuple[int, ...], ...]], list[str]]:
-    """On a rank: the hosts of two groups of GPUs, which are made up, and what the log says."""
-    gpus = [SimpleNamespace(uuid=f"GPU-{index}") for index in range(2)]
-    torch.cuda.device_count = lambda: 2
+def make_up_gpus(has_peer_access: bool) -> None:
+    """On a rank: its device is one of a GPU for each rank."""
+    gpus = [SimpleNamespace(uuid=f"GPU-{index}") for index in range(int(os.environ["WORLD_SIZE"]))]
+    torch.cuda.device_count = lambda: len(gpus)
     own = gpus[int(os.environ["RANK"])]
     torch.cuda.get_device_properties = lambda gpu: own if gpu == CPU else gpus[gpu]
+    torch.cuda.can_device_access_peer = lambda device, other: has_peer_access
+    cuda.symmetric_memory_backend = lambda device: None
+    dist.init_process_group("gloo")
+
+
+def hosts_of_gpus(has_peer_access: bool, setting: str) -> tuple[list[tuple[tuple[int, ...], ...]], list[str]]:
+    """On a rank: the hosts of two groups of GPUs, and what the log says."""
     os.environ["NCCL_P2P_DISABLE"] = setting
     said: list[str] = []
     logging.disable(logging.NOTSET)
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dlrm_fused").addHandler(handler)
-    torch.cuda.can_device_access_peer = lambda device, other: has_peer_access
-    cuda.symmetric_memory_backend = lambda device: None
-    dist.init_process_group("gloo")
+    make_up_gpus(has_peer_access)
     made = [cuda.CudaGroup(group, CPU) for group in (dist.group.WORLD, dist.new_group([0, 1]))]
     return [group.hosts.ranks for group in made], [line for line in said if "peer access" in line]
 
@@ -129,3 +136,25 @@ def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
         (line,) = said
         assert line.startswith(f"GPUs of one host have no peer access ({why}), so each counts as a host of its own")
         assert line.endswith("comm=auto measures both and takes the faster")
+
+
+def add_up_on_each_host(has_more: Sequence[int]) -> tuple[int, float]:
+    """On a rank: how many process groups it has in the end, and the sum of the ranks of its host.
+
+    Args:
+        has_more: ranks that have made two process groups by themselves.
+    """
+    make_up_gpus(has_peer_access=True)
+    if dist.get_rank() in has_more:
+        for _ in range(2):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = cuda.CudaGroup(dist.group.WORLD, CPU)
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=group._local_group)
+    return count_process_groups(), total.item()
+
+
+@pytest.mark.parametrize("has_more", [[], [1], [0, 2]])
+def test_ranks_of_a_host_may_have_unequal_numbers_of_process_groups(has_more: Sequence[int]) -> None:
+    results = run_ranks(3, on_hosts, (0, 0, 1), add_up_on_each_host, has_more)
+    assert results == [(4 if rank in has_more else 2, total) for rank, total in enumerate([1.0, 1.0, 2.0])]
