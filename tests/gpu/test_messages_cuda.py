@@ -1,14 +1,20 @@
 """Messages between hosts on GPUs end when a rank takes no part in them: all others name it, and their GPUs go on working.
 
-Two ranks, each with a GPU, are declared to be two hosts.
+Two ranks, each with a GPU, are declared to be two hosts. With ``TRITON_INTERPRET=1`` they run on the CPU.
+``FAULTS=20 pytest tests/gpu/test_messages_cuda.py`` for so many of each fault.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,80 +24,104 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank
-from tests.distributed.launch import run_ranks
-from tests.gpu.all_ranks import process_group_of_checks
+from tests.distributed.launch import run_program, run_ranks
+from tests.gpu.all_ranks import HALF, MARKS, process_group_of_checks, small_tiles_without_gpus, synchronize
+from tests.gpu.test_transports_cuda import OPERATORS
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(200)]
+pytestmark = [*MARKS, pytest.mark.timeout(300)]
 ROWS, WIDTH = 64, 128
 TIMEOUT_SECONDS = 4.0
 MOST_SECONDS = 30.0
+FAULTS = int(os.environ.get("FAULTS", "1"))
 
 
 def two_hosts(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricGroup:
+    small_tiles_without_gpus()
     os.environ["DLRM_FUSED_HOST"] = f"host{dist.get_rank()}"
     return symmetric_group(group, device)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(2 * MOST_SECONDS)
+
+
+def call_until_rank_1_fails(name: str, fault: Callable[[], None], seed: int) -> None:
+    """Rank 1 takes part in some epochs of an operator; rank 0 prints what it is told, and after how many seconds."""
+    moment = random.Random(seed)
+    epochs, late = moment.randrange(1, 10), moment.uniform(0.0, 0.01)
+    with process_group_of_checks(Rank.from_environment()) as device:
+        group = two_hosts(dist.new_group([0, 1]), device)
+        call = OPERATORS[name](group, TIMEOUT_SECONDS)
+        pids = [0, 0]
+        dist.all_gather_object(pids, os.getpid())
+        for number in range(epochs):
+            call(number)
+        synchronize()
+        dist.barrier()
+        began = time.monotonic()
+        if group.rank == 1:
+            time.sleep(late)
+            fault()
+        try:
+            for number in itertools.count(epochs):
+                call(number)
+                synchronize()
+                assert time.monotonic() < began + 2 * MOST_SECONDS
+        except CommunicationError as error:
+            print(f"after {time.monotonic() - began:.1f} s: {error}", flush=True)
+        assert float(torch.ones(1000, device=device).sum()) == 1000.0
+        with suppress(ProcessLookupError):
+            os.kill(pids[1], signal.SIGKILL)
+        os._exit(0)  # the process group would wait for the rank that is gone
+
+
+@pytest.mark.parametrize("seed", range(FAULTS))
+@pytest.mark.parametrize(("fault", "reason"), [(kill, "is lost"), (sleep, "longer than 4 s"), (stop, "longer than 4 s")])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_other_host_names_a_rank_that(fault: Callable[[], None], reason: str, name: str, seed: int, tmp_path: Path) -> None:
+    ended = run_program(2, tmp_path, 4 * MOST_SECONDS, call_until_rank_1_fails, name, fault, seed)
+    assert ended.statuses == [0, -signal.SIGKILL], ended.output
+    told = re.search(r"after ([\d.]+) s: .*rank 1 on .*" + reason, ended.output)
+    assert told, ended.output
+    assert float(told[1]) < MOST_SECONDS
 
 
 def checked_products(group: SymmetricGroup) -> tuple[GemmWorkspace, torch.Tensor, torch.Tensor]:
     """A workspace, and the operands of a product that was right."""
     workspace = GemmWorkspace(
-        group, name="messages", max_rows=ROWS, max_columns=WIDTH, dtype=torch.bfloat16, timeout_seconds=TIMEOUT_SECONDS
+        group, name="messages", max_rows=ROWS, max_columns=WIDTH, dtype=HALF, timeout_seconds=TIMEOUT_SECONDS
     )
-    x, weight = (torch.ones(rows, WIDTH, dtype=torch.bfloat16, device=group.device) for rows in (ROWS, WIDTH))
+    x, weight = (torch.ones(rows, WIDTH, dtype=HALF, device=group.device) for rows in (ROWS, WIDTH))
     assert gemm_all_to_all(workspace, x, weight).eq(WIDTH).all()
     return workspace, x, weight
 
 
-def between_hosts(fault: Callable[[GemmWorkspace, torch.Tensor, int], None]) -> tuple[str, float]:
-    """On a rank: what it is told when rank 1 has made a fault, and after how many seconds."""
+def told_of_a_refusal() -> str:
+    """On a rank: the error that it gets after rank 1 has refused a call."""
     with process_group_of_checks(Rank.from_environment()) as device:
         group = two_hosts(dist.new_group([0, 1]), device)
         workspace, x, weight = checked_products(group)
-        torch.cuda.synchronize()
-        pids = [0, 0]
-        dist.all_gather_object(pids, os.getpid())
-        began = time.monotonic()
-        said = ""
-        if group.rank == 1:
-            fault(workspace, x, pids[0])
-        else:
-            while not said and time.monotonic() < began + 2 * MOST_SECONDS:
-                try:
-                    gemm_all_to_all(workspace, x, weight)
-                    torch.cuda.synchronize()
-                    workspace.raise_fault()
-                except CommunicationError as error:
-                    said = str(error)
-            assert float(torch.ones(1000, device=device).sum()) == 1000.0
-        seconds = time.monotonic() - began
-        if group.rank == 0:
-            os.kill(pids[1], signal.SIGCONT)
-        return said, seconds
+        with pytest.raises(UsageError if group.rank == 1 else CommunicationError) as raised:
+            while True:
+                gemm_all_to_all(workspace, x, weight.double() if group.rank == 1 else weight)
+                synchronize()
+                workspace.raise_fault()
+        dist.barrier()  # the default group is another one
+        return str(raised.value)
 
 
-def refuse(workspace: GemmWorkspace, x: torch.Tensor, _: int) -> None:
-    with pytest.raises(UsageError):
-        gemm_all_to_all(workspace, x, x.float())
-
-
-def sleep(workspace: GemmWorkspace, *_: object) -> None:
-    time.sleep(3 * TIMEOUT_SECONDS)
-
-
-def stop(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [(refuse, "did not take part because of an error"), (sleep, "longer than 4 s"), (stop, "longer than 4 s")],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_the_other_host_names_the_rank(fault: Callable[..., None], reason: str) -> None:
-    (said, seconds), _ = run_ranks(2, between_hosts, fault)
-    assert reason in said
-    assert "rank 1 on" in said
-    assert seconds < MOST_SECONDS
+def test_the_other_host_names_a_rank_that_refuses() -> None:
+    told, _ = run_ranks(2, told_of_a_refusal)
+    assert "rank 1 on" in told
+    assert "did not take part because of an error" in told
 
 
 def multiply_with_unequal_groups() -> None:

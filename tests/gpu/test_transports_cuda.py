@@ -79,10 +79,10 @@ def _are_near(own: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) 
 Epoch = Callable[[int], Results]
 
 
-def embedding_steps(group: SymmetricGroup, traffic: Traffic) -> Epoch:
+def embedding_steps(group: SymmetricGroup, timeout_seconds: float, *, traffic: Traffic) -> Epoch:
     """Lookups and updates: sum and mean, weighted and not, row-wise tables; batches of all sizes."""
     world = world_of(group.world_size, traffic)
-    workspace = world.workspace(group, "transports", timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(group, "transports", timeout_seconds=timeout_seconds)
     is_sum = torch.zeros(world.layout.columns, dtype=torch.bool, device=group.device)
     for lookup in world.layout.lookups[group.rank]:
         if lookup.row_wise:
@@ -103,7 +103,7 @@ def embedding_steps(group: SymmetricGroup, traffic: Traffic) -> Epoch:
     return step
 
 
-def products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
+def products(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype) -> Epoch:
     """GEMM + All-to-All of equal blocks, and its gradients."""
     workspace = GemmWorkspace(
         group,
@@ -111,7 +111,7 @@ def products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
         max_rows=64 * group.world_size,
         max_columns=COLUMNS,
         dtype=dtype,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
     )
 
     def multiply(number: int) -> Results:
@@ -123,10 +123,10 @@ def products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
     return multiply
 
 
-def sums(group: SymmetricGroup) -> Epoch:
+def sums(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
     """GEMV + AllReduce in fp32."""
     workspace = GemvWorkspace(
-        group, name="transports", max_columns=COLUMNS, max_rows=16, dtype=torch.float32, timeout_seconds=TIMEOUT_SECONDS
+        group, name="transports", max_columns=COLUMNS, max_rows=16, dtype=torch.float32, timeout_seconds=timeout_seconds
     )
 
     def multiply(number: int) -> Results:
@@ -137,7 +137,7 @@ def sums(group: SymmetricGroup) -> Epoch:
     return multiply
 
 
-def sharded_rows(group: SymmetricGroup) -> Epoch:
+def sharded_rows(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
     """AllGather + GEMM, GEMM + ReduceScatter, and the gradients of both, in fp32."""
     workspace = ShardWorkspace(
         group,
@@ -145,7 +145,7 @@ def sharded_rows(group: SymmetricGroup) -> Epoch:
         max_rows=16 * group.world_size,
         max_columns=max(COLUMNS, DEPTH),
         dtype=torch.float32,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
     )
 
     def multiply(number: int) -> Results:
@@ -161,7 +161,7 @@ def sharded_rows(group: SymmetricGroup) -> Epoch:
     return multiply
 
 
-def experts(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
+def experts(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype) -> Epoch:
     """The expert layer and all its gradients; some tokens have one expert."""
     count, width, hidden, tokens = 2 * group.world_size, COLUMNS // 2, DEPTH, 200 if ON_GPU else 12
     workspace = ExpertWorkspace(
@@ -172,7 +172,7 @@ def experts(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
         max_tokens=tokens,
         width=width,
         dtype=dtype,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
     )
 
     def compute(number: int) -> Results:
@@ -194,7 +194,7 @@ def _normal(group: SymmetricGroup, dtype: torch.dtype, number: int) -> Callable[
     return lambda *shape: torch.randn(shape, generator=generator).mul_(0.1).to(group.device, dtype)
 
 
-OPERATORS: dict[str, Callable[[SymmetricGroup], Epoch]] = {
+OPERATORS: dict[str, Callable[[SymmetricGroup, float], Epoch]] = {
     "embedding": partial(embedding_steps, traffic=Traffic(longest_bag=4, largest_batch=6)),
     "embedding, SGD, 16 bits on the wire": partial(
         embedding_steps,
@@ -214,11 +214,11 @@ def differing_epochs(name: str, ranks_per_host: int) -> dict[str, int]:
     rank = Rank.from_environment()
     small_tiles_without_gpus()
     with process_group_of_checks(rank) as device:
-        stores = OPERATORS[name](symmetric_group(device=device))
+        stores = OPERATORS[name](symmetric_group(device=device), TIMEOUT_SECONDS)
         os.environ["DLRM_FUSED_HOST"] = f"host{rank.index // ranks_per_host}"
         apart = symmetric_group(dist.new_group(range(RANKS)), device)
         assert apart.hosts.are_many
-        messages, late, differing = OPERATORS[name](apart), random.Random(rank.index), 0
+        messages, late, differing = OPERATORS[name](apart, TIMEOUT_SECONDS), random.Random(rank.index), 0
         for number in range(EPOCHS):
             by_stores = stores(number)
             delay(late)
