@@ -89,8 +89,8 @@ test-hosts: setup-dev
 	KILLS=10 $(PYTEST) tests/distributed/test_two_hosts.py -k killed_at_random_moments
 
 # What takes longest begins first. A run that is cut short has named what failed by then.
-LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training transformer_training moe_training all_gather_gemm moe online \
-    without_peer_access transports)
+LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training training_between_hosts transformer_training moe_training all_gather_gemm \
+    moe online without_peer_access transports messages)
 # Each rank that compiles would start a process for each core, beside the ranks of ten workers.
 test-gpu: export TORCHINDUCTOR_COMPILE_THREADS = 1
 test-gpu: setup-dev

@@ -70,6 +70,7 @@ class Network:
     uses: names of the interfaces that a backend, ``gloo`` or ``nccl``, connects ranks over; empty if the setting names none
         that is there.
     peermem: whether the kernel module nvidia_peermem, one way to GPUDirect RDMA, is loaded.
+    namespace: Linux's name of the network namespace; None where there are none.
     """
 
     interfaces: Sequence[Interface]
@@ -77,6 +78,7 @@ class Network:
     uses: Mapping[str, Sequence[str]]
     rdma: Sequence[RdmaPort] = ()
     peermem: bool = False
+    namespace: str | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dlrm_fused.doctor.facts import Interface, Network, RdmaPort
 
 _ADAPTERS = Path("/sys/class/infiniband")
 _PEERMEM = (Path("/sys/module/nvidia_peermem"), Path("/sys/module/nv_peer_mem"))
+_NAMESPACE = Path("/proc/self/ns/net")
 _SETTINGS = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -38,6 +39,7 @@ def network_of_host() -> Network:
         },
         rdma=list_rdma_ports(_ADAPTERS),
         peermem=any(module.exists() for module in _PEERMEM),
+        namespace=_NAMESPACE.readlink().name if _NAMESPACE.is_symlink() else None,
     )
 
 

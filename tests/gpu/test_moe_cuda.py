@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from functools import partial
@@ -271,6 +272,7 @@ def memory_is_what_was_predicted(group: SymmetricGroup) -> None:
     for choose in (evenly, all_to_one):
         given = draw(group, TOKENS, choose, torch.bfloat16)
         for _ in range(2):
+            gc.collect()  # of the checks before: a collection during the step would free what was counted before it
             synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,13 +37,3 @@ def test_losses_are_those_of_the_baseline_and_one_line_says_what_to_expect(tmp_p
         assert losses(run) == pytest.approx(expected, rel=1e-4), comm
         said = (run.parent / LOG).read_text().count("GPUs of one host have no peer access (NCCL_P2P_DISABLE=1)")
         assert said == (comm != "baseline"), comm
-
-
-def test_the_doctor_names_it() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={GPUS}"]
-    arguments = ["-m", "dlrm_fused.doctor", "--json"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
-    report = json.loads(done.stdout)
-    (found,) = [finding for finding in report["findings"] if finding["name"] == "no-peer-access"]
-    assert "NCCL_P2P_DISABLE=1 switches peer access off" in found["what"]
-    assert report["operators"]["embedding + All-to-All"] == "messages"

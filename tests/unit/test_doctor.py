@@ -356,6 +356,21 @@ def test_what_suits_a_machine_without_peer_access_is_no_finding() -> None:
     assert names == [{"no-peer-access"}] * 2
 
 
+@pytest.mark.parametrize(("interface", "name"), [("lo", "loopback"), ("eth0", "address-twice")])
+@pytest.mark.parametrize(("namespaces", "reach_each_other"), [("xx", True), ("xy", False)])
+def test_hosts_that_are_declared_on_one_machine_reach_each_other_by_any_address(
+    namespaces: str, reach_each_other: bool, interface: str, name: str
+) -> None:
+    ranks = [
+        replace(
+            with_network(cpu_rank(rank), namespace=namespace, uses={"gloo": [interface], "nccl": []}),
+            host=Host(f"host{rank}", "boot", "pid:[1]"),
+        )
+        for rank, namespace in enumerate(namespaces)
+    ]
+    assert [finding.name for finding in judge_facts(ranks)] == ([] if reach_each_other else [name])
+
+
 @pytest.mark.parametrize(
     ("architecture", "runs", "fails"),
     [

@@ -30,7 +30,7 @@ def _missing_on_host(ranks: Sequence[RankFacts], backend: str, variable: str) ->
 
 
 def _loopback(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    if not has_many_hosts(ranks):
+    if not has_many_hosts(ranks) or _share_a_network_stack(ranks):
         return
     for backend, variable in _VARIABLES.items():
         for host, alike in group_by(_users(ranks, backend), lambda facts: facts.host).items():
@@ -49,7 +49,7 @@ def _same_address(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         users = [(facts, _address(facts, backend)) for facts in _users(ranks, backend)]
         for address, pairs in group_by(users, lambda user: user[1]).items():
             alike = [facts for facts, _ in pairs]
-            if address and has_many_hosts(alike):
+            if address and has_many_hosts(alike) and not _share_a_network_stack(alike):
                 what = f"{backend} has the address {address} on several hosts: {hosts(alike)}"
                 advice = f"name an interface of the network between the hosts on each of them: {variable}"
                 yield Finding("address-twice", Level.broken, numbers(alike), what, advice)
@@ -71,6 +71,12 @@ def _differing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             what = f"{backend} uses {', '.join(names)} on {hosts(alike)}, {', '.join(common)} on {hosts(others)}"
             advice = f"if these are different networks, name one that all hosts share: {variable}"
             yield Finding("interfaces-differ", Level.slower, numbers(alike), what, advice)
+
+
+def _share_a_network_stack(ranks: Sequence[RankFacts]) -> bool:
+    """Return whether any address of one rank reaches all others, as on hosts that ``DLRM_FUSED_HOST`` declares."""
+    places = {(facts.host.boot, facts.network.namespace) for facts in ranks}
+    return len(places) == 1 and all(namespace is not None for _, namespace in places)
 
 
 def _users(ranks: Sequence[RankFacts], backend: str) -> list[RankFacts]:
