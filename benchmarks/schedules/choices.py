@@ -17,7 +17,6 @@ from benchmarks.operators import embedding_lookups as lookups
 from benchmarks.operators import gemm_all_to_all as products
 from benchmarks.operators import gemv_all_reduce as gemvs
 from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
-from dlrm_fused.ops.common.cache_policy import once, picked, select
 from dlrm_fused.ops.common.gpus import GPUS, Gpu
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks as LookupBlocks
 from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape
@@ -48,7 +47,6 @@ class Choice:
         memory: bytes of shared memory that a program may need; lookups need none to speak of.
         resident: how many of them must be on the GPU at once, since they wait for each other.
         pushers: of them, those that store at the peers before they multiply.
-        hint: for rows, of the cache policy ``selected``, where all are equally frequent.
     """
 
     call: str
@@ -58,7 +56,6 @@ class Choice:
     memory: int = 0
     resident: int = 0
     pushers: int = 0
-    hint: str = ""
 
 
 def gathered(gpu: Gpu, ranks: int) -> list[Choice]:
@@ -127,14 +124,7 @@ def looked_up(gpu: Gpu, ranks: int) -> list[Choice]:
         bags, dtype = cell.tables * cell.bags, cell.torch_dtype
         blocks = choose_lookup_blocks(LookupShape(cell.dim, dtype, pooling, bags), gpu)
         items = ranks * cell.tables * -(-cell.bags // ranks // blocks.bags)
-        streams = {
-            "rows": picked(pooling * bags, cell.rows, cell.dim * dtype.itemsize, cell.tables, zipf_exponent=0.0),
-            "indices": once(8 * pooling * bags),
-            "offsets": once(8 * bags),
-            "sent": once(4 * bags * cell.dim),
-        }
-        hint = select(streams, gpu.l2).rows or "off"
-        found.append(Choice(cell.name, "kernel", blocks, min(items, blocks.programs), hint=hint))
+        found.append(Choice(cell.name, "kernel", blocks, min(items, blocks.programs)))
     return found
 
 
@@ -181,7 +171,7 @@ def table(choices: Sequence[Choice]) -> str:
     """In Markdown."""
     lines = ["| call | schedule | kernel's blocks | programs | KiB of each | |", "|---|---|---|---|---|---|"]
     for one in choices:
-        more = f"{one.pushers} of them push" if one.pushers else f"rows: {one.hint}" if one.hint else ""
+        more = f"{one.pushers} of them push" if one.pushers else ""
         cells = (one.call, one.schedule, describe_blocks(one.blocks), one.programs, -(-one.memory // 1024) or "-", more)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

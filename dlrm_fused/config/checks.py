@@ -7,7 +7,7 @@ from enum import Enum
 from functools import reduce
 
 from dlrm_fused.config.registry import DataSource, ModelKind
-from dlrm_fused.config.schema import CacheHints, Comm, Config, DataConfig, EmbeddingOptimizerKind, Windows
+from dlrm_fused.config.schema import Comm, Config, DataConfig, EmbeddingOptimizerKind, Windows
 from dlrm_fused.config.setting import check_bounds, require
 
 # Whether a setting's value goes with the others, the setting, and what is allowed.
@@ -116,8 +116,6 @@ def _embedding(config: Config) -> Iterator[_Check]:
     for key, dim in {"embedding.dim": embedding.dim, **dims}.items():
         fits = _is_0_or_divisor(columns, dim) and columns % 4 == 0
         yield fits, "embedding.shard_columns", f"0, or a multiple of 4 that divides {key}={dim}"
-    takes_hints = embedding.cache_hints is not CacheHints.selected or config.comm is not Comm.baseline
-    yield takes_hints, "embedding.cache_hints", "default with comm=baseline, whose kernels take no hints"
     if config.data.source is DataSource.criteo_npy:
         yield bool(embedding.rows), "embedding.rows", "the rows of every table, for data.source=criteo_npy"
     decays = optimizer.kind not in (EmbeddingOptimizerKind.sgd, EmbeddingOptimizerKind.adagrad)

@@ -74,7 +74,6 @@ class Precision(StrEnum):
 
 
 EmbeddingOptimizerKind = StrEnum("EmbeddingOptimizerKind", "rowwise_adagrad adagrad sgd adam rowwise_adam")
-CacheHints = StrEnum("CacheHints", "default selected")
 DenseOptimizerKind = StrEnum("DenseOptimizerKind", "adagrad sgd adam")
 # The action if the newest checkpoint is damaged: the run ends, or goes on from the last one that is intact.
 OnDamage = StrEnum("OnDamage", "error fallback")
@@ -229,10 +228,6 @@ class EmbeddingConfig:
     # Number format on the wire (quantized communication), forward and backward.
     forward_wire: WireDtype = WireDtype.fp32
     backward_wire: WireDtype = WireDtype.fp32
-    # Hints for the GPU's caches in lookups and updates of comm=fused: those of all runs, or what suits sizes and zipf_exponent.
-    cache_hints: CacheHints = CacheHints.default
-    # Popularity of ids: probability of the k-th most popular ~ 1 / k^zipf_exponent; 0 is uniform. For cache_hints=selected.
-    zipf_exponent: float = setting(0.0, at_least(0))
     tables: dict[str, TableConfig] = field(default_factory=dict)
 
     def dim_of(self, table: str) -> int:

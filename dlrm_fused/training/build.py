@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Comm, Config
-from dlrm_fused.config.schema import CacheHints
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import UsageError
 from dlrm_fused.models import build_model
-from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.sharding.groups import model_parallel_groups
 from dlrm_fused.sharding.parallel import ShardedModel, shard
 from dlrm_fused.symmetric.factory import reason_against
@@ -29,8 +27,6 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover all of the model.
     """
     config = _with_possible_comm(config, device)
-    is_selected = config.embedding.cache_hints is CacheHints.selected
-    cache_policy.use("selected" if is_selected else "off", config.embedding.zipf_exponent)
     groups = model_parallel_groups(config.model)
     task = build_model(config, schema, dist.get_world_size(), device, groups.model_parallel if groups else None)
     return shard(task, config, schema, device, groups)

@@ -606,6 +606,22 @@ def test_kernels_compile(name: str, architecture: str, compiled: dict[str, Any])
         check_limits(kernel, ARCHITECTURES[architecture])
 
 
+@pytest.mark.parametrize("architecture", ["sm_90"])
+@pytest.mark.parametrize(
+    ("name", "kernel", "hints"),
+    [
+        ("update_adagrad", "update_kernel", {"ld.global.L1::evict_first", "st.global.L1::evict_first"}),
+        ("update_adagrad", "merge_kernel", {"ld.global.L1::evict_first", "st.global.L1::evict_first"}),
+        ("lookup_16_bits", "lookup_and_scatter_kernel", set()),
+    ],
+)
+def test_rows_of_updated_tables_leave_the_cache_first(
+    name: str, kernel: str, hints: set[str], architecture: str, compiled: dict[str, Any]
+) -> None:
+    LAUNCHES[name][0]()
+    assert set(re.findall(r"\b(?:ld|st)\.global\.(?:c[agsv]\b|w[bt]\b|L1::evict_\w+)", compiled[kernel].asm["ptx"])) == hints
+
+
 def check_limits(kernel: Any, of: Architecture) -> None:
     """The kernel is code of the architecture, and a program of it has room on a multiprocessor."""
     assert kernel.metadata.shared <= room_of_program(of.memory), kernel.name

@@ -246,10 +246,6 @@ class TestContradictions:
                 ("embedding.shard_columns=32", "divides embedding.tables.table_3.dim=48"),
             ),
             (
-                ["embedding.cache_hints=selected", "comm=baseline"],
-                ("embedding.cache_hints=selected", "comm=baseline"),
-            ),
-            (
                 ["embedding.optimizer.kind=sgd", "embedding.optimizer.weight_decay=0.1"],
                 ("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=sgd"),
             ),

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_policy import Stream, load, once, picked
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES, to_wire
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import PRESENCE_UNIT
@@ -134,27 +132,12 @@ def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> t
     return blocks, ceil_div(max(plan.batch_sizes), blocks.bags)
 
 
-def _streams(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> dict[str, Stream]:
-    """Return the streams of a launch, as far as the host knows them: a table for each feature, all of one size."""
-    features, tables = lookup.features, workspace.tables[lookup.number]
-    share = features.count / max(1, len(tables.feature_tables))
-    picks, row_bytes = share * lookup.indices.numel(), features.block_dim * lookup.weights.element_size()
-    rows, bags = tables.total_rows / len(tables.rows), features.count * plan.global_batch
-    return {
-        "rows": picked(picks, rows, row_bytes, features.count),
-        "indices": once(share * lookup.indices.nbytes),
-        "offsets": once(share * lookup.offsets.nbytes),
-        "sent": once(bags * features.block_dim * workspace.forward_wire.itemsize),
-    }
-
-
 def _constants(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup, blocks: Blocks) -> dict[str, Any]:
     features, is_mean = lookup.features, workspace.tables[lookup.number].mean
     shape = blocks.bags, blocks.rows, blocks.split, features.block_dim
     return {
         "POOLING": Pooling(lookup.is_weighted, is_mean, features.vector, *shape, features.is_exact),
         "WIRE": TRITON_DTYPES[workspace.forward_wire], "num_warps": blocks.warps,
-        "CACHE": cache_policy.choose(workspace.device, lambda: _streams(workspace, plan, lookup)),
     }  # fmt: skip
 
 
@@ -189,41 +172,41 @@ def lookup_and_scatter(
 
 
 @triton.jit
-def _bags(of_feature, first_bag, end_bag, number, CACHE: tl.constexpr):
+def _bags(of_feature, first_bag, end_bag, number):
     """Bags of a feature from ``first_bag`` on: which they are, whether they exist, their first index and their length."""
     bag = first_bag + number
     exists = bag < end_bag
-    begin_row = load(of_feature + bag, CACHE, "offsets", mask=exists, other=0)
-    length = (load(of_feature + bag + 1, CACHE, "offsets", mask=exists, other=0) - begin_row).to(tl.int32)
+    begin_row = tl.load(of_feature + bag, mask=exists, other=0)
+    length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
     return bag, exists, begin_row, length
 
 
 @triton.jit
 def _add_rows(
-    pooled, table, indices, factors, length, step, dim, lane, POOLING: tl.constexpr, CACHE: tl.constexpr,
+    pooled, table, indices, factors, length, step, dim, lane, POOLING: tl.constexpr,
 ):  # fmt: skip
     """Add ``POOLING.rows`` rows of each share from ``step`` on: all of them are on their way before the first is added."""
     ROWS: tl.constexpr = POOLING.rows
     numbers: tl.tuple = ()
     for r in tl.static_range(ROWS):
-        numbers += (load(indices + (step + r) * POOLING.split, CACHE, "indices", mask=step + r < length, other=0).to(tl.int64),)
+        numbers += (tl.load(indices + (step + r) * POOLING.split, mask=step + r < length, other=0).to(tl.int64),)
     rows: tl.tuple = ()
     for r in tl.static_range(ROWS):
         inside = (step + r < length)[:, None]
         if not POOLING.is_exact:
             inside = inside & (lane < dim)[None, :]
-        rows += (load(table + numbers[r][:, None] * dim + lane[None, :], CACHE, "rows", mask=inside, other=0.0),)
+        rows += (tl.load(table + numbers[r][:, None] * dim + lane[None, :], mask=inside, other=0.0),)
     for r in tl.static_range(ROWS):
         row = rows[r].to(tl.float32)
         if POOLING.weighted:
-            row *= load(factors + (step + r) * POOLING.split, CACHE, "indices", mask=step + r < length, other=0.0)[:, None]
+            row *= tl.load(factors + (step + r) * POOLING.split, mask=step + r < length, other=0.0)[:, None]
         pooled += row
     return pooled
 
 
 @triton.jit
 def _pool(
-    item, lookup, bags, blocks, global_batch, receivers, receiver_count, POOLING: tl.constexpr, CACHE: tl.constexpr,
+    item, lookup, bags, blocks, global_batch, receivers, receiver_count, POOLING: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of an item of work: so many bags of one feature and one destination.
 
@@ -251,18 +234,18 @@ def _pool(
     dim = DIM if POOLING.is_exact else tl.multiple_of(tl.load(fields + 2), VECTOR)
     of_feature = lookup.offsets + tl.load(fields) * global_batch
 
-    bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT, CACHE)
+    bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
     begin_share = begin_row + share % SPLIT
     share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
     pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
     for step in range(0, tl.max(share_length, axis=0), POOLING.rows):
         pooled = _add_rows(
             pooled, table, lookup.indices + begin_share, lookup.sample_weights + begin_share, share_length, step, dim, lane,
-            POOLING, CACHE,
+            POOLING,
         )  # fmt: skip
     if SPLIT > 1:
         pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
-        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS), CACHE)
+        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
     if POOLING.mean:
         pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
     return pooled, bag, exists, length, fields, of_receiver
@@ -272,7 +255,7 @@ def _pool(
 def lookup_and_scatter_kernel(
     lookup, bags, blocks, global_batch, items, to, receive_offset, channel, fingerprint,
     RELATIVE: tl.constexpr, WAITS: tl.constexpr, PARTIAL: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    WIRE: tl.constexpr, POOLING: tl.constexpr, CACHE: tl.constexpr,
+    WIRE: tl.constexpr, POOLING: tl.constexpr,
 ):  # fmt: skip
     """Pool bags and store them at the ranks they belong to.
 
@@ -295,7 +278,7 @@ def lookup_and_scatter_kernel(
     may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         pooled, bag, exists, length, fields, of_receiver = _pool(
-            item, lookup, bags, blocks, global_batch, to.receivers, to.receiver_count, POOLING, CACHE
+            item, lookup, bags, blocks, global_batch, to.receivers, to.receiver_count, POOLING
         )
         peer = tl.load(of_receiver)
         receiver = tl.load(of_receiver + 1)

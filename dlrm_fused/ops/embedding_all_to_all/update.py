@@ -34,8 +34,6 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_policy import Stream, once, picked
 from dlrm_fused.ops.common.devices import multiprocessors, register_limit
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
@@ -168,8 +166,7 @@ def apply_gradients(
             tables.weights, **_states(tables, optimizer), learning_rate=known.rate.value, seed=seed, keys=order.keys,
             samples=order.samples, chunks=order.chunks, partials=partials, tables=known.tables, cancelled=cancelled,
         )  # fmt: skip
-        policy = cache_policy.choose(device, lambda: _streams(tables, order, gradients))
-        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RULE": _RULES[type(optimizer)], "CACHE": policy}
+        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RULE": _RULES[type(optimizer)]}
         kernels.update_kernel[(programs,)](
             args, 0, len(tables.rows), gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,
@@ -230,22 +227,6 @@ def per_sample_weight_gradients(
         num_warps=1,
     )  # fmt: skip
     return products
-
-
-def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dict[str, Stream]:
-    """Return the streams of an update, with all tables of one size. States of elements go the way of weights."""
-    states = (getattr(tables.optimizer, name, None) for name in ("momentum", "momentum1", "momentum2"))
-    of_elements = sum(state.nbytes for state in states if state is not None and state.numel() == tables.weights.numel())
-    row_bytes = (tables.weights.nbytes + of_elements) / tables.total_rows
-    count, number = order.keys.numel(), len(tables.rows)
-    updated = once(picked(count, tables.total_rows / number, row_bytes, number).distinct)
-    parts = count * gradients.nbytes / max(1, len(gradients) * len(tables.feature_dims))
-    return {
-        "old_rows": updated,
-        "new_rows": updated,
-        "gradients": Stream(min(gradients.nbytes, parts), parts),
-        "order": once(order.keys.nbytes + order.samples.nbytes),
-    }
 
 
 # Shapes of launches. On the CPU, under Triton's interpreter, everything is small, so that small tests cross every border.

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dlrm_fused.ops.common.cache_policy import load, store
+# A row of a table passes the caches once; the gradients, which are read again and again, shall stay there.
+_PASSES_ONCE = tl.constexpr("evict_first")
+
 
 # The sort of a lookup.
 
@@ -196,27 +198,27 @@ def _inside(columns, dim, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _read_rows(args, key, row_offset, columns, updated, inside, RULE: tl.constexpr, CACHE: tl.constexpr):
+def _read_rows(args, key, row_offset, columns, updated, inside, RULE: tl.constexpr):
     """Weights, and both states of the optimizer: of elements, of rows, or zeros that nothing reads."""
     in_rows = updated[:, None] & inside
-    old = load(args.weights + row_offset + columns, CACHE, "old_rows", mask=in_rows, other=0.0)
+    old = tl.load(args.weights + row_offset + columns, mask=in_rows, other=0.0, eviction_policy=_PASSES_ONCE)
     momentum1 = tl.zeros(key.shape, dtype=tl.float32)
     momentum2 = tl.zeros(key.shape, dtype=tl.float32)
     if RULE == "rowwise_adagrad":
         momentum1 = tl.load(args.momentum1 + key, mask=updated, other=0.0)
     elif RULE != "sgd":
-        momentum1 = load(args.momentum1 + row_offset + columns, CACHE, "old_rows", mask=in_rows, other=0.0)
+        momentum1 = tl.load(args.momentum1 + row_offset + columns, mask=in_rows, other=0.0, eviction_policy=_PASSES_ONCE)
     if RULE == "rowwise_adam":
         momentum2 = tl.load(args.momentum2 + key, mask=updated, other=0.0)
     elif RULE == "adam":
-        momentum2 = load(args.momentum2 + row_offset + columns, CACHE, "old_rows", mask=in_rows, other=0.0)
+        momentum2 = tl.load(args.momentum2 + row_offset + columns, mask=in_rows, other=0.0, eviction_policy=_PASSES_ONCE)
     return old, momentum1, momentum2
 
 
 @triton.jit
 def _update_rows(
     args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient,
-    RULE: tl.constexpr, CACHE: tl.constexpr,
+    RULE: tl.constexpr,
 ):  # fmt: skip
     """One step of the optimizer for the rows of a tile that are to be updated; the gradient is 0 outside of the columns."""
     in_rows = updated[:, None] & inside
@@ -227,16 +229,16 @@ def _update_rows(
         step = (rate / (square_root(momentum1) + args.eps))[:, None] * gradient
     elif RULE == "adagrad":
         momentum1 += gradient * gradient
-        store(args.momentum1 + row_offset + columns, momentum1, CACHE, "new_rows", mask=in_rows)
+        tl.store(args.momentum1 + row_offset + columns, momentum1, mask=in_rows, eviction_policy=_PASSES_ONCE)
         step = rate * gradient / (square_root(momentum1) + args.eps)
     elif RULE == "sgd":
         step = rate * gradient
     else:
         momentum1 = args.beta1 * momentum1 + (1.0 - args.beta1) * gradient
-        store(args.momentum1 + row_offset + columns, momentum1, CACHE, "new_rows", mask=in_rows)
+        tl.store(args.momentum1 + row_offset + columns, momentum1, mask=in_rows, eviction_policy=_PASSES_ONCE)
         if RULE == "adam":
             momentum2 = args.beta2 * momentum2 + (1.0 - args.beta2) * gradient * gradient
-            store(args.momentum2 + row_offset + columns, momentum2, CACHE, "new_rows", mask=in_rows)
+            tl.store(args.momentum2 + row_offset + columns, momentum2, mask=in_rows, eviction_policy=_PASSES_ONCE)
         else:
             momentum2 = args.beta2 * momentum2 + (1.0 - args.beta2) * tl.sum(gradient * gradient, 1) / dim
             tl.store(args.momentum2 + key, momentum2, mask=updated)
@@ -248,7 +250,7 @@ def _update_rows(
         rounded = _round_stochastically(new, key[:, None], columns, tl.load(args.seed), args.weights.dtype.element_ty)
     else:
         rounded = new.to(args.weights.dtype.element_ty)
-    store(args.weights + row_offset + columns, rounded, CACHE, "new_rows", mask=in_rows)
+    tl.store(args.weights + row_offset + columns, rounded, mask=in_rows, eviction_policy=_PASSES_ONCE)
 
 
 @triton.jit
@@ -286,7 +288,7 @@ def update_kernel(
     args, first_table, last_table, gradients, gradient_stride, scale, features, feature_columns, coefficients,
     positions, per_sample_weights,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    GRADIENT_VECTOR: tl.constexpr, RULE: tl.constexpr, CACHE: tl.constexpr,
+    GRADIENT_VECTOR: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of each row in a chunk of sorted positions, and update the rows whose positions all lie in it.
 
@@ -321,15 +323,15 @@ def update_kernel(
     keys = args.keys + begin
     samples = args.samples + begin
     # The first reads of a tile are loaded while the tile before is in work.
-    next_key = load(keys + row, CACHE, "order", mask=row < length, other=0)
-    next_record = load(samples + row, CACHE, "order", mask=row < length, other=0)
+    next_key = tl.load(keys + row, mask=row < length, other=0)
+    next_record = tl.load(samples + row, mask=row < length, other=0)
     for start in range(0, length, ROWS):
         key, record = next_key, next_record
         place = start + row
         exists = place < length
         next_place = place + ROWS
-        next_key = load(keys + next_place, CACHE, "order", mask=next_place < length, other=0)
-        next_record = load(samples + next_place, CACHE, "order", mask=next_place < length, other=0)
+        next_key = tl.load(keys + next_place, mask=next_place < length, other=0)
+        next_record = tl.load(samples + next_place, mask=next_place < length, other=0)
         is_first, is_last, sample = record & 1, (record & 2) != 0, record >> 2
         is_head = continues & (key == head_key)
         updated = exists & is_last & (is_head == 0)
@@ -341,9 +343,9 @@ def update_kernel(
         else:
             gradient_offset += column
         # Behind the end it is sample 0 whose gradient is read, for nothing.
-        gradient = load(gradients + gradient_offset + columns, CACHE, "gradients", mask=inside, other=0.0)
+        gradient = tl.load(gradients + gradient_offset + columns, mask=inside, other=0.0)
         row_offset = tl.multiple_of(base + key[:, None].to(tl.int64) * dim, (4, 4))
-        old, momentum1, momentum2 = _read_rows(args, key, row_offset, columns, updated, inside, RULE, CACHE)
+        old, momentum1, momentum2 = _read_rows(args, key, row_offset, columns, updated, inside, RULE)
 
         coefficient = tl.zeros((ROWS,), dtype=tl.float32) + scale
         if coefficients is not None:
@@ -358,7 +360,7 @@ def update_kernel(
         carry = tl.sum(tl.where((row == ROWS - 1)[:, None], gradient, 0.0), 0)
 
         _update_rows(
-            args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient, RULE, CACHE
+            args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient, RULE
         )  # fmt: skip
         is_partial = exists & (is_last | (place == length - 1)) & (updated == 0)
         if tl.max(is_partial.to(tl.int32), 0) > 0:
@@ -370,7 +372,7 @@ def update_kernel(
 @triton.jit(do_not_specialize=["first_table", "last_table"])
 def merge_kernel(
     args, first_table, last_table, crossings,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, RULE: tl.constexpr, CACHE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
     if args.cancelled is not None:  # noqa: SIM102 - known at compile time
@@ -392,7 +394,7 @@ def merge_kernel(
             row_offset = tl.multiple_of(tl.load(args.tables + 3 * table) + run_key.to(tl.int64) * dim, 4)
             key = tl.zeros((1,), dtype=args.keys.dtype.element_ty) + run_key
             updated = tl.full((1,), 1, dtype=tl.int1)
-            old, momentum1, momentum2 = _read_rows(args, key, row_offset, columns, updated, inside, RULE, CACHE)
+            old, momentum1, momentum2 = _read_rows(args, key, row_offset, columns, updated, inside, RULE)
             gradient = tl.load(args.partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
             for start in range(0, follow, ROWS):
                 nth_after = start + tl.arange(0, ROWS)
@@ -400,7 +402,7 @@ def merge_kernel(
                 follows = (nth_after < follow)[:, None]
                 gradient += tl.sum(tl.load(partial, mask=follows & inside, other=0.0), 0)[None, :]
             _update_rows(
-                args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient, RULE, CACHE
+                args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient, RULE
             )  # fmt: skip
 
 
