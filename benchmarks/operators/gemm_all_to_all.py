@@ -18,9 +18,11 @@ from benchmarks.operators.products import MatrixProduct, Multiply, ProductCase, 
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric.device import uses_kernels
 
-SCHEDULES = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered")
+SCHEDULES = SPACE[Pair.gemm_all_to_all]
 # (M, N, K): rows of x on each rank, columns of the result, depth; of first and second matrices of experts.
 PRODUCTS = (
     *((1024, 1024, 4096), (1024, 4096, 1024), (1024, 7168, 2048), (1024, 14336, 4096), (2048, 2048, 2048)),

@@ -29,9 +29,9 @@ from benchmarks.operators.gemm_all_to_all import Product
 from benchmarks.operators.gemv_all_reduce import Cell
 from benchmarks.operators.products import ROTATED_BYTES
 from benchmarks.operators.report import STAGES, figure, summarize, table
-from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric.launches import Launches
 from tests.distributed.launch import run_program, run_ranks
 
@@ -211,9 +211,9 @@ def test_results_that_differ_between_ranks_by_less_than_the_tolerance_fail_their
 
 
 def test_contestants_that_are_asked_for_are_timed_alone(tmp_path: Path) -> None:
-    report = run(tmp_path, "all_gather_gemm", "--contestants", "chunks", "arriving_4")
+    report = run(tmp_path, "all_gather_gemm", "--contestants", "kernel", "arriving")
     timed = {cell["pair"]: list(cell["us"]) for cell in report["cells"]}
-    assert timed == {GATHER: ["nccl", "chunks", "arriving_4", "gemm"], SCATTER: ["nccl", "chunks", "gemm"]}
+    assert timed == {GATHER: ["nccl", "kernel", "arriving", "gemm"], SCATTER: ["nccl", "kernel", "gemm"]}
 
 
 def test_cells_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
@@ -301,9 +301,10 @@ def test_the_operators_table_has_the_fastest_schedules_of_the_raw_results(pair: 
     measured = recorded_schedules("NVIDIA H200", pair, 2, torch.bfloat16)
     cells = json.loads((RESULTS / f"schedules/{pair}_2_h200.json").read_text())["cells"]
     assert len(measured) >= 29
+    assert set(measured.values()) <= set(SPACE[pair])
     for cell in cells:
         chosen = measured.get((cell["m"], cell["n"], cell["k"]))
-        own = {name: us for name, us in cell["us"].items() if name in NAMES[pair]}
+        own = {name: us for name, us in cell["us"].items() if name in SPACE[pair]}
         assert chosen in (None, min(own, key=own.__getitem__))
 
 

@@ -160,10 +160,10 @@ def make_calls(group: Any) -> None:
         )  # fmt: skip
     ranks, shards = group.world_size, ShardWorkspace(group, name="shards", max_rows=512, max_columns=64, dtype=HALF)
     for rows, columns, depth, at in itertools.product((8, 128), (64, 16), (64, 8), (0, 1)):
-        for schedule in ("kernel", "arriving", "arriving_4"):
+        for schedule in ("kernel", "arriving"):
             shard, weight = tensor(rows, depth, at=at).requires_grad_(), tensor(columns, depth, at=at).requires_grad_()
             all_gather_gemm(shards, shard, weight, schedule=schedule).sum().backward()
-        for schedule in ("kernel", "chunks_4"):
+        for schedule in ("kernel", "tapered"):
             x, weight = tensor(ranks * rows, depth, at=at).requires_grad_(), tensor(columns, depth, at=at).requires_grad_()
             gemm_reduce_scatter(shards, x, weight, schedule=schedule).sum().backward()
     for top_k, activation in ((1, "silu"), (2, "swiglu")):

@@ -284,10 +284,9 @@ def test_another_kernel_moves_sums_for_all_ranks_alone(pair: Pair) -> None:
         make_plan(pair, SCHEDULES["sums_beside"], 4, 1024)
 
 
-@pytest.mark.parametrize("name", ["arriving", "arriving_4"])
-def test_sums_for_all_ranks_are_of_several_products(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^gemm_all_reduce: schedule {name}: copy engines take products of pieces"):
-        make_plan(SUMS, SCHEDULES[name], 4, 1024)
+def test_sums_for_all_ranks_are_of_several_products() -> None:
+    with pytest.raises(ValueError, match=r"^gemm_all_reduce: schedule arriving: copy engines take products of pieces"):
+        make_plan(SUMS, SCHEDULES["arriving"], 4, 1024)
 
 
 @pytest.mark.parametrize("parts", [(), (1, 0), (1, -1)])

@@ -41,9 +41,8 @@ def gemm_all_to_all(
             equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
-        schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4`` or ``tapered``, see docs/schedules.md; or ``auto``, which
-            takes the fastest of ``kernel``, ``chunks`` and ``chunks_2``: from a table, or measured here by the first call with
-            a shape. Without a GPU, and between hosts, all are one.
+        schedule: ``kernel``, ``chunks`` or ``chunks_2``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
+            table, or measured here by the first call with a shape. Without a GPU, and between hosts, all are one.
 
     Returns:
         [M, N] in the workspace's dtype.

@@ -9,11 +9,11 @@ from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.estimate import Size
 from dlrm_fused.ops.schedules.machines import machine_of
-from dlrm_fused.ops.schedules.rule import choose
+from dlrm_fused.ops.schedules.rule import SPACE, choose
 
 KERNEL, CHUNKS = "kernel", "chunks"
 # By a copy engine: names of dlrm_fused.ops.schedules.
-BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
+BY_PIECES = SPACE[Pair.gemm_all_to_all][1:]
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES)
 # On GPUs like an H100 with NVLink the library's product is at its best by chunks of so many rows, and so deep; this decides
 # where nothing was measured. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four

@@ -57,10 +57,8 @@ _ALL = (
     Schedule("chunks", Mover.copy_engine),
     Schedule("chunks_2", Mover.copy_engine, parts=(1, 1)),
     Schedule("chunks_4", Mover.copy_engine, parts=(1, 1, 1, 1)),
-    Schedule("chunks_8", Mover.copy_engine, parts=(1,) * 8),
     Schedule("tapered", Mover.copy_engine, parts=(1, 3, 3, 1)),
     Schedule("arriving", Mover.copy_engine, is_one_product=True),
-    Schedule("arriving_4", Mover.copy_engine, parts=(1, 1, 1, 1), is_one_product=True),
     Schedule("sums_beside", Mover.other_kernel, parts=(1, 1, 1, 1)),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _ALL}
