@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Workers and ranks share the cores. Before the first import of torch.
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from benchmarks.common.network import Hosts
 from tests.interpreter import quicken
 from tests.processor_time import ProcessorTime
 
@@ -103,3 +105,10 @@ def _shares_a_fixture(item: pytest.Item) -> bool:
     info = getattr(item, "_fixtureinfo", None)
     definitions = [found for several in info.name2fixturedefs.values() for found in several] if info else []
     return any(definition.scope == "module" for definition in definitions)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Two hosts, each a network namespace; needs root."""
+    with Hosts(2) as hosts:
+        yield hosts

@@ -37,6 +37,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import write_results
+from dlrm_fused.compat.torch import sleep_on_device
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.launches import Launches
 
@@ -47,7 +48,6 @@ HALF = torch.float16 if triton.knobs.runtime.interpret else torch.bfloat16
 
 # A rank may compile kernels while the others wait.
 _COLLECTIVE_LIMIT = timedelta(minutes=2)
-_SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its sleep's margin
 _LONGEST_SLEEP_SECONDS = 0.02
 _SHORTEST_BURST_SECONDS = 2e-4
 _MAX_CALLS_IN_A_BURST = 8
@@ -207,7 +207,7 @@ class _Clock:
             return self._enqueue(call, calls)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         sleep = min(1.5 * host_seconds + 2e-4, _LONGEST_SLEEP_SECONDS)
-        torch.cuda._sleep(int(sleep * _SLEEP_CYCLES_PER_SECOND))
+        sleep_on_device(sleep)
         dist.all_reduce(self._token)
         start.record()
         self._enqueue(call, calls)

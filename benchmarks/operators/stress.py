@@ -32,12 +32,12 @@ from torch import Tensor
 from benchmarks.common.harness import World, captured, compile_ahead, describe_run, open_world, relative_error, synchronize
 from benchmarks.common.results import write_results
 from benchmarks.operators import killed_rank, load
+from dlrm_fused.compat.torch import sleep_on_device
 
 # The longest usual delay, in microseconds.
 _DELAY, _DELAY_OF_TINY = 20.0, 200.0
 # The longest delays are rare, and so many times as long.
 _LONG_DELAY_EVERY, _LONG_DELAY = 200, 50
-_CYCLES_PER_MICROSECOND = 1_900
 # Results that are held at once.
 _HELD = 3
 # Between two looks at what the kernels have reported.
@@ -57,7 +57,7 @@ class RandomDelays:
         if self._random.randrange(_LONG_DELAY_EVERY) == 0:
             microseconds *= _LONG_DELAY
         if self._device.type == "cuda":
-            torch.cuda._sleep(int(microseconds * _CYCLES_PER_MICROSECOND))
+            sleep_on_device(microseconds * 1e-6)
         else:
             time.sleep(microseconds / 1e6)
 

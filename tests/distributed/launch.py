@@ -29,6 +29,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -327,6 +328,13 @@ def losses(run: Path) -> dict[int, float]:
 
 def summary(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "summary.json").read_text()))
+
+
+def assert_same_run(run: Path, reference: Path, steps: int) -> None:
+    """Up to rounding: so many losses, and the AUC of the test split."""
+    assert list(losses(run)) == list(range(1, steps + 1))
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5, abs=0)
+    assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,12 +154,6 @@ def test_a_rank_that_cannot_connect_is_named_and_holds_up_no_other(tmp_path: Pat
 
 
 # Two hosts.
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
 
 
 def examine_hosts(hosts: Hosts, *arguments: str, interface: str = INTERFACE) -> list[tuple[int, str]]:

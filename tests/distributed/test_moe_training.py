@@ -17,6 +17,7 @@ from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import (
     WITHOUT_AMPLIFIED_ROUNDING,
+    assert_same_run,
     evaluate,
     losses,
     metrics,
@@ -62,12 +63,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {model: spread(tmp_path_factory.mktemp(model), model, 1, 1, "baseline") for model in MODELS}
 
 
-def assert_same_run(run: Path, reference: Path) -> None:
-    assert list(losses(run)) == list(range(1, STEPS + 1))
-    assert losses(run) == pytest.approx(losses(reference), rel=1e-5, abs=0)
-    assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
-
-
 def loads(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key.startswith("experts_")} for line in metrics(run, "train")]
 
@@ -92,7 +87,7 @@ def test_training_learns(tmp_path):
 )
 def test_losses_and_loads_do_not_depend_on_ranks_expert_parallelism_and_comm(tmp_path, alone, model, ranks, parallel, comm):
     run = spread(tmp_path, model, ranks, parallel, comm)
-    assert_same_run(run, alone[model])
+    assert_same_run(run, alone[model], STEPS)
     assert loads(run) == [pytest.approx(load) for load in loads(alone[model])]
 
 
@@ -113,7 +108,7 @@ def test_a_run_of_two_ranks_is_evaluated_on_one_and_goes_on_with_four(tmp_path, 
     assert found["auc"] == pytest.approx(of_half["test_auc"], abs=1e-6)
     assert found["log_loss"] == pytest.approx(of_half["log_loss"], abs=1e-6)
     spread(tmp_path, "transformer", 4, 4, "baseline")
-    assert_same_run(run, alone["transformer"])
+    assert_same_run(run, alone["transformer"], STEPS)
 
 
 def computations(config: Config, group: dist.ProcessGroup, device: torch.device) -> list[ExpertComputation]:

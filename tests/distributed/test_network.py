@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,12 +59,6 @@ while connection.recv(1 << 20):
     pass
 print(time.monotonic() - began)
 """
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
 
 
 @pytest.mark.slow

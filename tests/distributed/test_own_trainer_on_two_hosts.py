@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,12 +47,6 @@ PLACES = {
     ),
     "wherever it was": ("loss = ", "print('stopped', flush=True)"),
 }
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
 
 
 class Run:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import losses, metrics, summary, train
+from tests.distributed.launch import assert_same_run, losses, metrics, summary, train
 
 STEPS = 200
 # Of runs that are quick to compare; all are compared over STEPS in `make test-hosts`.
 FEW_STEPS = 21
-RELATIVE_TOLERANCE = 1e-5
 
 ROWWISE_ADAGRAD = "embedding.optimizer.kind=rowwise_adagrad"
 ADAGRAD = "embedding.optimizer.kind=adagrad"
@@ -64,12 +63,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-def assert_same_losses(run: Path, reference: Path, steps: int = STEPS) -> None:
-    assert list(losses(run)) == list(range(1, steps + 1))
-    assert losses(run) == pytest.approx(losses(reference), rel=RELATIVE_TOLERANCE, abs=0)
-    assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("ranks", "sharding", "model", "optimizer", "steps"),
     [
@@ -89,7 +82,7 @@ def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding
     plan = (run / "plan.txt").read_text()
     assert sharding == "auto" or f" {sharding} " in plan
     assert sharding == "data_parallel" or all(f"rank {rank}: " in plan for rank in range(ranks))
-    assert_same_losses(run, alone(model, optimizer, length), steps)
+    assert_same_run(run, alone(model, optimizer, length), steps)
 
 
 @pytest.mark.parametrize("dims", [(8, 8, 8, 8), (4, 16, 12, 8)], ids=["of one dim", "of several dims"])
@@ -101,7 +94,7 @@ def test_each_table_may_have_a_plan_of_its_own(tmp_path, alone, dims):
     run = train(tmp_path, 2, DLRM, ADAGRAD, length, *settings, *own_dims)
     lines = (run / "plan.txt").read_text().splitlines()
     assert [(int(dim), kind) for _, _, dim, _, kind, *_ in map(str.split, lines[1:5])] == list(zip(dims, plans, strict=True))
-    assert_same_losses(run, alone(DLRM, ADAGRAD, length, *own_dims), FEW_STEPS)
+    assert_same_run(run, alone(DLRM, ADAGRAD, length, *own_dims), FEW_STEPS)
 
 
 def test_training_learns(alone):

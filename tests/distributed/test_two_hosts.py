@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,12 +32,6 @@ KILLS = int(os.environ.get("KILLS", "3"))
 # The number of times the run of test_sigterm_stops... is stopped, and the time that its ranks may take.
 STOPS = int(os.environ.get("KILLS", "1"))
 SECONDS_TO_STOP = 20.0
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
 
 
 def start(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -641,12 +641,6 @@ def name_gloo_threads(group: SymmetricGroup) -> int:
 
 def test_gloos_threads_are_found_by_their_name() -> None:
     assert min(run(2, name_gloo_threads)) > 0
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
 
 
 def watch_over(hosts: Hosts) -> list[subprocess.Popen[str]]:

@@ -51,9 +51,9 @@ class JaggedQueries(NamedTuple):
     most_queries: int | None = None
 
     @staticmethod
-    def among_all(bounds: Tensor, longest: int, targets_from: Tensor | None = None) -> JaggedQueries:
+    def among_all(bounds: Tensor, longest: int) -> JaggedQueries:
         """Return the batch in which each row is a query, a key and a value, as in training."""
-        return JaggedQueries(bounds, bounds, torch.zeros_like(bounds[1:]), longest, targets_from)
+        return JaggedQueries(bounds, bounds, torch.zeros_like(bounds[1:]), longest)
 
     @property
     def samples(self) -> int:
