@@ -161,7 +161,11 @@ def forward(call: Call) -> Tensor:
     out = torch.empty(*call.queries.shape[:2], call.values.shape[2], dtype=call.values.dtype, device=call.values.device)
     if out.numel() == 0:
         return out
-    tiles = Tiles(64, 64, 4, 3) if sum(call.widths) <= 128 else Tiles(128, 64, 8, 3)
+    has_biases = call.bias.by_distance is not None or call.bias.by_time is not None
+    if sum(call.widths) > 128:
+        tiles = Tiles(128, 64, 8, 3)
+    else:
+        tiles = Tiles(64, 128, 4, 2) if has_biases else Tiles(64, 64, 4, 3)
     tiles = fitted(tiles, call, kept=lambda tiles: tiles.rows, stepped=lambda tiles: tiles.keys)
     query_tiles = ceil_div(call.batch.most, tiles.rows)
     call.launch(
