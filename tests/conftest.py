@@ -16,6 +16,8 @@ from benchmarks.common.network import Hosts
 from tests.interpreter import quicken
 from tests.processor_time import ProcessorTime
 
+# Their assertions show values, too.
+pytest.register_assert_rewrite("tests.distributed.launch", "tests.distributed.killing")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -23,8 +23,8 @@ from dlrm_fused.ops.all_gather_gemm import (
     reference,
     scatter_reference,
 )
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair
-from dlrm_fused.ops.schedules.rule import SPACE
 
 PAIRS = (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
 # N and K of one rank. Llama 3 of 8 and 70 billion parameters over 8 ranks: query, key and value, then gate and up; this
@@ -113,7 +113,7 @@ class LayerCase(ProductCase):
         def by_schedule(schedule: str, number: int) -> Tensor:
             return call(self.workspace, self.cell.pair, *self.operands[number], schedule)
 
-        own = {name: partial(by_schedule, name) for name in SPACE[self.cell.pair]}
+        own = {name: partial(by_schedule, name) for name in NAMES[self.cell.pair]}
         return {"nccl": self.nccl, **own, "gemm": self.library}
 
     def expected(self, stage: str) -> Tensor:
@@ -137,7 +137,7 @@ def to_compile(world: World, cells: Sequence[Layer]) -> Sequence[Pass]:
         x, weight = (torch.empty(rows, cell.k, dtype=DTYPE, device=world.device) for rows in sizes)
         call(workspace, cell.pair, x, weight, schedule)
 
-    return [partial(compiled, cell, name) for cell in cells for name in SPACE[cell.pair]]
+    return [partial(compiled, cell, name) for cell in cells for name in NAMES[cell.pair]]
 
 
 @cache
@@ -157,7 +157,7 @@ def works(world: World, *, tiny: bool) -> Sequence[stress.Work]:
     cells = [Layer(rows * world.size, columns, depth, pair) for pair in PAIRS for rows, columns, depth in shapes]
     workspace = workspace_for(ShardWorkspace, world, cells, "stress")
     return [
-        stressed(world, workspace, cell, schedule, number) for number, cell in enumerate(cells) for schedule in SPACE[cell.pair]
+        stressed(world, workspace, cell, schedule, number) for number, cell in enumerate(cells) for schedule in NAMES[cell.pair]
     ]
 
 

@@ -128,14 +128,6 @@ def is_alive(process_group: dist.ProcessGroup) -> bool:
     return process_group in dist.distributed_c10d._world.pg_map
 
 
-def count_process_groups() -> int:
-    """Return how many process groups this rank has; ``new_group(use_local_synchronization=True)`` names its group by it.
-
-    The public ``get_pg_count`` leaves out groups that were made in this way, and counts those that were destroyed.
-    """
-    return len(dist.distributed_c10d._world.pg_names)
-
-
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
@@ -198,9 +190,22 @@ def zeros_symmetric(size: int, device: torch.device) -> Tensor:
     return block
 
 
-def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
-    """Map the blocks of all ranks; the handle gives their addresses. Collective."""
-    return _symmetric_memory.rendezvous(block, process_group)
+def name_symmetric_ranks(name: str, rank: int, world_size: int, store: dist.Store) -> None:
+    """Tell torch's symmetric memory which ranks map each other's blocks: those that give this name, with one store.
+
+    Args:
+        name: of no process group, and of no such ranks before.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    _SymmetricMemory.set_group_info(name, rank, world_size, store)
+
+
+def rendezvous(block: Tensor, name: str) -> Any:
+    """Map the blocks of all ranks of :func:`name_symmetric_ranks`; the handle gives their addresses. Collective."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.rendezvous(block, name)
 
 
 def tensors_without_memory() -> AbstractContextManager[object]:

@@ -9,13 +9,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import cast
+import secrets
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.compat.torch import count_process_groups, is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
+from dlrm_fused.compat.torch import (
+    default_store,
+    name_symmetric_ranks,
+    rendezvous,
+    symmetric_memory_backend,
+    zeros_symmetric,
+)
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -31,10 +37,6 @@ def is_p2p_off() -> bool:
     return os.environ.get(P2P_VARIABLE) == "1"
 
 
-def _gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True))
-
-
 class CudaGroup(SymmetricGroup):
     """Ranks with a GPU of their own each."""
 
@@ -46,15 +48,19 @@ class CudaGroup(SymmetricGroup):
         self.hosts = self.hosts.divided(unreachable)
         if any(unreachable) and dist.get_rank() == 0:
             _say_what_no_peer_access_means()
-        self._local_group = self.process_group
-        if self.hosts.are_many:
-            self._local_group = self._make_local_group()
+        self._name_on_host = self._meet_on_host()
 
-    def close(self) -> None:
-        local, self._local_group = self._local_group, None
-        super().close()
-        if local is not None and self.hosts.are_many and is_alive(local):
-            dist.destroy_process_group(local)
+    def _meet_on_host(self) -> str:
+        """Return a name for the ranks of this host, by which torch's symmetric memory knows them.
+
+        A process group would do, too, but torch names it by the number of those that a rank has, which may differ; and NCCL
+        would wait for ranks outside this group.
+        """
+        first, *_ = local = self.hosts.local
+        name = self.gather(lambda: secrets.token_hex(8))[first]
+        if len(local) > 1:
+            name_symmetric_ranks(name, local.index(self.rank), len(local), dist.PrefixStore(name, default_store()))
+        return name
 
     def _check_gpus(self, gpus: Mapping[int, str]) -> None:
         first_users: dict[str, int] = {}
@@ -69,21 +75,6 @@ class CudaGroup(SymmetricGroup):
             raise UsageError(
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
             )
-
-    def _make_local_group(self) -> dist.ProcessGroup:
-        """Return a process group of the ranks of this host.
-
-        Torch's symmetric memory wants one whose ranks all reach each other. Gloo makes it without other ranks of the default
-        group; NCCL would wait for all of them (``ncclCommSplit``). Torch names such a group by the number of groups that a rank
-        has, and ranks with unequal numbers would wait for each other.
-        """
-        own, ranks = dist.get_rank(), dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
-        counts = self.gather(count_process_groups)
-        fillers = [_gloo_group([own]) for _ in range(max(counts) - counts[self.rank])]
-        made = _gloo_group([ranks[rank] for rank in self.hosts.local])
-        for filler in fillers:
-            dist.destroy_process_group(filler)
-        return made
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
         """Return the ranks of this host to whose GPU this rank's has no peer access."""
@@ -108,10 +99,8 @@ class CudaGroup(SymmetricGroup):
                 self.gather(lambda: torch.cuda.synchronize(self.device))
                 return SymmetricMemory(name, alone, self.rank, self.world_size)
             local = self.on_all(lambda: zeros_symmetric(size, self.device))
-            group = self._local_group
-            assert group is not None
             # This call ends when all ranks have mapped all, and all memory is zero.
-            handle = self.on_all(lambda: rendezvous(local, group))
+            handle = self.on_all(lambda: rendezvous(local, self._name_on_host))
             blocks = {
                 rank: local if rank == self.rank else handle.get_buffer(place, (size,), torch.uint8)
                 for place, rank in enumerate(self.hosts.local)

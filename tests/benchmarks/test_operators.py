@@ -211,9 +211,9 @@ def test_results_that_differ_between_ranks_by_less_than_the_tolerance_fail_their
 
 
 def test_contestants_that_are_asked_for_are_timed_alone(tmp_path: Path) -> None:
-    report = run(tmp_path, "all_gather_gemm", "--contestants", "kernel", "arriving")
+    report = run(tmp_path, "all_gather_gemm", "--contestants", "chunks", "arriving")
     timed = {cell["pair"]: list(cell["us"]) for cell in report["cells"]}
-    assert timed == {GATHER: ["nccl", "kernel", "arriving", "gemm"], SCATTER: ["nccl", "kernel", "gemm"]}
+    assert timed == {GATHER: ["nccl", "chunks", "arriving", "gemm"], SCATTER: ["nccl", "chunks", "gemm"]}
 
 
 def test_cells_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:

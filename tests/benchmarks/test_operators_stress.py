@@ -24,8 +24,8 @@ from benchmarks.common.harness import open_world
 from benchmarks.operators import killed_rank
 from benchmarks.operators.all_gather_gemm import PAIRS
 from dlrm_fused.models import expert_parallel
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.moe import ExpertWorkspace
-from dlrm_fused.ops.schedules.rule import SPACE
 from tests.benchmarks.test_operators import CALLED, change_results
 from tests.distributed.launch import Ended, run_program
 
@@ -62,7 +62,7 @@ def test_repeated_works_with_random_delays_have_the_same_bits(operator: str, tmp
         assert [5, 0] in [work["tokens"] for work in report["works"]]
     if operator == "all_gather_gemm":
         schedules = {(work["layer"]["pair"], work["schedule"]) for work in report["works"]}
-        assert schedules == {(str(pair), name) for pair in PAIRS for name in SPACE[pair]}
+        assert schedules == {(str(pair), name) for pair in PAIRS for name in NAMES[pair]}
 
 
 def _stress_with_a_rare_mistake(operator: str, arguments: list[str]) -> None:

@@ -331,7 +331,7 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def assert_same_run(run: Path, reference: Path, steps: int) -> None:
-    """Up to rounding: so many losses, and the AUC of the test split."""
+    """Compare so many losses, and the AUC of the test split, up to rounding."""
     assert list(losses(run)) == list(range(1, steps + 1))
     assert losses(run) == pytest.approx(losses(reference), rel=1e-5, abs=0)
     assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)

@@ -20,8 +20,8 @@ from dlrm_fused.ops.all_gather_gemm import (
     reference,
     scatter_reference,
 )
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.schedules import Pair
-from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.gpu.products import FP32, TIMEOUT_SECONDS, Products, check_calls_that_differ, check_refused
@@ -66,7 +66,7 @@ def every_schedule(group: SymmetricGroup, dtype: torch.dtype, shapes: Sequence[t
     held = []
     for seed, shape in enumerate(shapes):
         for pair in OPERATORS:
-            for schedule in SPACE[pair]:
+            for schedule in NAMES[pair]:
                 given = layers.draw(pair, *shape, seed)
                 delay(late)
                 held.append((pair, layers.call(pair, given, schedule), given))
@@ -79,7 +79,7 @@ def replays_of_graphs(group: SymmetricGroup) -> None:
     layers, late = Layers(group, HALF), random.Random(group.rank)
     graphs = []
     for pair in OPERATORS:
-        for schedule in SPACE[pair]:
+        for schedule in NAMES[pair]:
             given = layers.draw(pair, *SHAPES[0])
             graphs.append((pair, given, captured(partial(layers.call, pair, given, schedule))))
     for number in range(REPLAYS):
@@ -97,7 +97,7 @@ def same_bits(group: SymmetricGroup) -> None:
     layers, late = Layers(group, HALF), random.Random(group.rank)
     for pair in OPERATORS:
         given = layers.draw(pair, *SHAPES[0])
-        for schedule in SPACE[pair]:
+        for schedule in NAMES[pair]:
             first = layers.call(pair, given, schedule).clone()
             for _ in range(10 if ON_GPU else 1):
                 delay(late)
@@ -155,7 +155,7 @@ def no_wait_of_the_host(group: SymmetricGroup) -> None:
     layers = Layers(group, HALF)
     for pair in OPERATORS:
         x, weight = (tensor.requires_grad_() for tensor in layers.draw(pair, *SHAPES[0]))
-        for schedule in SPACE[pair]:
+        for schedule in NAMES[pair]:
             layers.call(pair, (x, weight), schedule).sum().backward()  # compiles
             torch.cuda.set_sync_debug_mode("error")
             try:

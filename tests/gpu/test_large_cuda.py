@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, reference
+from dlrm_fused.ops.all_gather_gemm.op import NAMES
 from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
 from dlrm_fused.ops.schedules import Pair
-from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, SHARE_A_GPU, checked_on_all_ranks
 
@@ -38,7 +38,7 @@ def shards_of_many_elements(group: SymmetricGroup) -> None:
     x = torch.empty(rows, depth, dtype=torch.bfloat16, device=group.device).random_(-2, 3, generator=generator)
     weight = torch.empty(columns, depth, dtype=torch.bfloat16, device=group.device).random_(-2, 3, generator=generator)
     expected = reference(dist.group.WORLD, x, weight)
-    for schedule in SPACE[Pair.all_gather_gemm]:
+    for schedule in NAMES[Pair.all_gather_gemm]:
         found = all_gather_gemm(workspace, x, weight, schedule=schedule)
         # Sums of whole numbers are exact until they are rounded, unless a schedule rounds parts of them.
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2.0, msg=lambda text: f"{schedule}: {text}")  # noqa: B023

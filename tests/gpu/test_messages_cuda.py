@@ -104,24 +104,27 @@ def checked_products(group: SymmetricGroup) -> tuple[GemmWorkspace, torch.Tensor
     return workspace, x, weight
 
 
-def told_of_a_refusal() -> str:
-    """On a rank: the error that it gets after rank 1 has refused a call."""
+def told_of_a_refusal() -> tuple[str, float]:
+    """On a rank: the error that it gets after rank 1 has refused a call, and after how many seconds."""
     with process_group_of_checks(Rank.from_environment()) as device:
         group = two_hosts(dist.new_group([0, 1]), device)
         workspace, x, weight = checked_products(group)
+        began = time.monotonic()
         with pytest.raises(UsageError if group.rank == 1 else CommunicationError) as raised:
             while True:
                 gemm_all_to_all(workspace, x, weight.double() if group.rank == 1 else weight)
                 synchronize()
                 workspace.raise_fault()
+        seconds = time.monotonic() - began
         dist.barrier()  # the default group is another one
-        return str(raised.value)
+        return str(raised.value), seconds
 
 
 def test_the_other_host_names_a_rank_that_refuses() -> None:
-    told, _ = run_ranks(2, told_of_a_refusal)
+    (told, seconds), _ = run_ranks(2, told_of_a_refusal)
     assert "rank 1 on" in told
     assert "did not take part because of an error" in told
+    assert seconds < MOST_SECONDS
 
 
 def multiply_with_unequal_groups() -> None:

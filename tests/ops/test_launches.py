@@ -163,7 +163,7 @@ def make_calls(group: Any) -> None:
         for schedule in ("kernel", "arriving"):
             shard, weight = tensor(rows, depth, at=at).requires_grad_(), tensor(columns, depth, at=at).requires_grad_()
             all_gather_gemm(shards, shard, weight, schedule=schedule).sum().backward()
-        for schedule in ("kernel", "tapered"):
+        for schedule in ("kernel", "chunks_4"):
             x, weight = tensor(ranks * rows, depth, at=at).requires_grad_(), tensor(columns, depth, at=at).requires_grad_()
             gemm_reduce_scatter(shards, x, weight, schedule=schedule).sum().backward()
     for top_k, activation in ((1, "silu"), (2, "swiglu")):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.compat.torch import count_process_groups
 from dlrm_fused.symmetric import Channel, cuda, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from tests.distributed.launch import on_hosts, run_ranks
@@ -138,8 +137,8 @@ def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
         assert line.endswith("comm=auto measures both and takes the faster")
 
 
-def add_up_on_each_host(has_more: Sequence[int]) -> tuple[int, float]:
-    """On a rank: how many process groups it has in the end, and the sum of the ranks of its host.
+def names_on_hosts(has_more: Sequence[int]) -> list[str]:
+    """On a rank: by which names symmetric memory knows the ranks of its host, of three groups of which one is closed early.
 
     Args:
         has_more: ranks that have made two process groups by themselves.
@@ -148,13 +147,14 @@ def add_up_on_each_host(has_more: Sequence[int]) -> tuple[int, float]:
     if dist.get_rank() in has_more:
         for _ in range(2):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    group = cuda.CudaGroup(dist.group.WORLD, CPU)
-    total = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(total, group=group._local_group)
-    return count_process_groups(), total.item()
+    first = cuda.CudaGroup(dist.group.WORLD, CPU)
+    first.close()
+    made = [first, *(cuda.CudaGroup(group, CPU) for group in (dist.new_group([0, 1, 2]), dist.group.WORLD))]
+    return [group._name_on_host for group in made]
 
 
 @pytest.mark.parametrize("has_more", [[], [1], [0, 2]])
-def test_ranks_of_a_host_may_have_unequal_numbers_of_process_groups(has_more: Sequence[int]) -> None:
-    results = run_ranks(3, on_hosts, (0, 0, 1), add_up_on_each_host, has_more)
-    assert results == [(4 if rank in has_more else 2, total) for rank, total in enumerate([1.0, 1.0, 2.0])]
+def test_ranks_of_a_host_meet_by_a_name_whatever_process_groups_they_have(has_more: Sequence[int]) -> None:
+    first, second, other = run_ranks(3, on_hosts, (0, 0, 1), names_on_hosts, has_more)
+    assert first == second
+    assert len({*first, *other}) == 6

@@ -23,6 +23,8 @@ from dlrm_fused.ops.schedules.rule import SPACE, choose
 from dlrm_fused.symmetric.launches import aligned, layout_of
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
+_OF_BOTH = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered")  # a backward pass takes the schedule of its forward pass
+NAMES = {GATHER: (*_OF_BOTH, "arriving"), SCATTER: _OF_BOTH}
 
 
 def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, schedule: str = AUTO) -> Tensor:
@@ -34,9 +36,9 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
         x: [M / ranks, K], contiguous, in the workspace's dtype; M at most ``max_rows``, K at most ``max_columns``. Shapes must
             be equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype: this rank's part of the output features.
-        schedule: ``kernel``, ``chunks``, ``chunks_4`` or ``arriving``, see docs/schedules.md; or ``auto``, which takes the
-            fastest: from a table, or measured here by the first call with a shape. Without a GPU, and between hosts, all are
-            one.
+        schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered`` or ``arriving``, see docs/schedules.md; or
+            ``auto``, which takes the fastest of those that are worth it: from a table, or measured here by the first call with
+            a shape. Without a GPU, and between hosts, all are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -56,7 +58,7 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
         x: [M, K], contiguous, in the workspace's dtype: this rank's part of the input features; M a multiple of the ranks, at
             most ``max_rows``. Shapes must be equal on all ranks. Rows of all matrices are multiples of 16 bytes.
         weight: [N, K], contiguous; N at most ``max_columns``.
-        schedule: ``kernel``, ``chunks_2`` or ``tapered``, or ``auto``.
+        schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4`` or ``tapered``, or ``auto``.
 
     Returns:
         [M / ranks, N] in the workspace's dtype. Peers' products are rounded once and added up in fp32.
@@ -80,8 +82,8 @@ def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, sch
         workspace.check_size(("M", len(x) * workspace.world_size), ("K", x.shape[1]))
     else:
         workspace.check_size(("M", len(x)), ("N", len(weight)))
-    if schedule not in (AUTO, *SPACE[pair]):
-        raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join((AUTO, *SPACE[pair]))}")
+    if schedule not in (AUTO, *NAMES[pair]):
+        raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join((AUTO, *NAMES[pair]))}")
     if pair is SCATTER and len(x) % workspace.world_size:
         raise UsageError(f"{name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
 
@@ -142,7 +144,7 @@ def _registered(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, 
         workspace.begin_call()
         # This schedule, where the other pair has it.
         tensors = (aligned(tensor) for tensor in (gradient.contiguous(), x, weight))
-        return gradients(workspace, *tensors, schedule if schedule in SPACE[other] else AUTO)
+        return gradients(workspace, *tensors, schedule if schedule in NAMES[other] else AUTO)
 
     def fake_forward(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
         ranks = ShardWorkspace.of(handle).world_size

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.all_gather_gemm import all_gather_gemm, reference, scatter_reference
-from dlrm_fused.ops.all_gather_gemm.op import AUTO
+from dlrm_fused.ops.all_gather_gemm.op import AUTO, NAMES
 from dlrm_fused.ops.schedules import Pair
-from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import cpu_group, run_program, run_ranks
@@ -62,7 +61,7 @@ def opcheck() -> None:
             operator = getattr(torch.ops.dlrm_fused, case.pair).default
             own = draw(case, group.world_size, 1, torch.float32)[group.rank]
             x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
-            for schedule in (AUTO, *SPACE[case.pair]):
+            for schedule in (AUTO, *NAMES[case.pair]):
                 torch.library.opcheck(operator, (x, weight, schedule, workspace.handle))
 
 

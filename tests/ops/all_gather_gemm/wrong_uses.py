@@ -154,7 +154,7 @@ USES = [
     WrongUse("rows that do not divide by the ranks", given(SCATTER, x=lambda x: x[:7]), "x has 7 rows", SECOND),
     WrongUse('`schedule="fast"`', by_schedule(GATHER, "fast"), "schedule=fast", SECOND),
     WrongUse("a schedule of the other operator", by_schedule(SCATTER, "arriving"), "schedule=arriving", SECOND),
-    WrongUse('`schedule="tapered"`, to gather', by_schedule(GATHER, "tapered"), "schedule=tapered", SECOND),
+    WrongUse('`schedule="sums_beside"`, to gather', by_schedule(GATHER, "sums_beside"), "schedule=sums_beside", SECOND),
     *(
         calls_that_differ(f"{what} that differs between ranks, {way}", attempt)
         for what, way, attempt in (
