@@ -28,7 +28,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "torch.cuda": ("_sleep",),
     "torch.distributed._functional_collectives": ("wait_tensor",),
-    "torch.distributed._symmetric_memory": ("get_backend",),
+    "torch.distributed._symmetric_memory": ("empty", "get_backend", "rendezvous"),
     "torch.distributed.distributed_c10d": ("_get_default_store", "_world"),
     "torch.nn:Module": ("_buffers", "_modules", "_parameters"),
     "torch.testing._internal.distributed.fake_pg": ("FakeStore",),

@@ -190,22 +190,9 @@ def zeros_symmetric(size: int, device: torch.device) -> Tensor:
     return block
 
 
-def name_symmetric_ranks(name: str, rank: int, world_size: int, store: dist.Store) -> None:
-    """Tell torch's symmetric memory which ranks map each other's blocks: those that give this name, with one store.
-
-    Args:
-        name: of no process group, and of no such ranks before.
-    """
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    _SymmetricMemory.set_group_info(name, rank, world_size, store)
-
-
-def rendezvous(block: Tensor, name: str) -> Any:
-    """Map the blocks of all ranks of :func:`name_symmetric_ranks`; the handle gives their addresses. Collective."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    return _SymmetricMemory.rendezvous(block, name)
+def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
+    """Map the blocks of all ranks; the handle gives their addresses. Collective."""
+    return _symmetric_memory.rendezvous(block, process_group)
 
 
 def tensors_without_memory() -> AbstractContextManager[object]:

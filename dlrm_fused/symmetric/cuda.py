@@ -9,19 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import secrets
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.compat.torch import (
-    default_store,
-    name_symmetric_ranks,
-    rendezvous,
-    symmetric_memory_backend,
-    zeros_symmetric,
-)
+from dlrm_fused.compat.torch import is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -48,19 +42,19 @@ class CudaGroup(SymmetricGroup):
         self.hosts = self.hosts.divided(unreachable)
         if any(unreachable) and dist.get_rank() == 0:
             _say_what_no_peer_access_means()
-        self._name_on_host = self._meet_on_host()
+        self._local_group = self.process_group
+        if self.hosts.are_many:
+            self._check_groups()
+            # torch's symmetric memory wants a group whose ranks all reach each other.
+            ranks = dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
+            local = [ranks[rank] for rank in self.hosts.local]
+            self._local_group = cast(dist.ProcessGroup, dist.new_group(local, use_local_synchronization=True))
 
-    def _meet_on_host(self) -> str:
-        """Return a name for the ranks of this host, by which torch's symmetric memory knows them.
-
-        A process group would do, too, but torch names it by the number of those that a rank has, which may differ; and NCCL
-        would wait for ranks outside this group.
-        """
-        first, *_ = local = self.hosts.local
-        name = self.gather(lambda: secrets.token_hex(8))[first]
-        if len(local) > 1:
-            name_symmetric_ranks(name, local.index(self.rank), len(local), dist.PrefixStore(name, default_store()))
-        return name
+    def close(self) -> None:
+        local, self._local_group = self._local_group, None
+        super().close()
+        if local is not None and self.hosts.are_many and is_alive(local):
+            dist.destroy_process_group(local)
 
     def _check_gpus(self, gpus: Mapping[int, str]) -> None:
         first_users: dict[str, int] = {}
@@ -74,6 +68,15 @@ class CudaGroup(SymmetricGroup):
         if backend not in (None, "CUDA"):
             raise UsageError(
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
+            )
+
+    def _check_groups(self) -> None:
+        """Ranks that differ here would wait in torch for each other: it names a group by the number of those before."""
+        counts = self.gather(dist.get_pg_count)
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"the ranks of this group have made {counts} process groups; on GPUs of several hosts all must have made "
+                "equally many before: call torch.distributed.new_group on all ranks, for every group"
             )
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
@@ -99,8 +102,10 @@ class CudaGroup(SymmetricGroup):
                 self.gather(lambda: torch.cuda.synchronize(self.device))
                 return SymmetricMemory(name, alone, self.rank, self.world_size)
             local = self.on_all(lambda: zeros_symmetric(size, self.device))
+            group = self._local_group
+            assert group is not None
             # This call ends when all ranks have mapped all, and all memory is zero.
-            handle = self.on_all(lambda: rendezvous(local, self._name_on_host))
+            handle = self.on_all(lambda: rendezvous(local, group))
             blocks = {
                 rank: local if rank == self.rank else handle.get_buffer(place, (size,), torch.uint8)
                 for place, rank in enumerate(self.hosts.local)

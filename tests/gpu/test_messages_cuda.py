@@ -125,15 +125,3 @@ def test_the_other_host_names_a_rank_that_refuses() -> None:
     assert "rank 1 on" in told
     assert "did not take part because of an error" in told
     assert seconds < MOST_SECONDS
-
-
-def multiply_with_unequal_groups() -> None:
-    with process_group_of_checks(Rank.from_environment()) as device:
-        if dist.get_rank() == 1:
-            # With NCCL this rank would wait for the other one in ncclCommSplit, before anything of ours is called.
-            dist.new_group([1], backend="gloo", use_local_synchronization=True)
-        checked_products(two_hosts(dist.group.WORLD, device))
-
-
-def test_ranks_may_have_made_unequal_numbers_of_groups() -> None:
-    run_ranks(2, multiply_with_unequal_groups)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric import Channel, cuda, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from tests.distributed.launch import on_hosts, run_ranks
@@ -137,24 +137,16 @@ def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
         assert line.endswith("comm=auto measures both and takes the faster")
 
 
-def names_on_hosts(has_more: Sequence[int]) -> list[str]:
-    """On a rank: by which names symmetric memory knows the ranks of its host, of three groups of which one is closed early.
-
-    Args:
-        has_more: ranks that have made two process groups by themselves.
-    """
-    make_up_gpus(has_peer_access=True)
-    if dist.get_rank() in has_more:
-        for _ in range(2):
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    first = cuda.CudaGroup(dist.group.WORLD, CPU)
-    first.close()
-    made = [first, *(cuda.CudaGroup(group, CPU) for group in (dist.new_group([0, 1, 2]), dist.group.WORLD))]
-    return [group._name_on_host for group in made]
+def refusal_of_unequal_groups() -> str:
+    """On a rank of two hosts: the error after rank 1 has made a process group by itself."""
+    make_up_gpus(has_peer_access=False)
+    if dist.get_rank() == 1:
+        dist.new_group([1])
+    with pytest.raises(UsageError) as raised:
+        cuda.CudaGroup(dist.group.WORLD, CPU)
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("has_more", [[], [1], [0, 2]])
-def test_ranks_of_a_host_meet_by_a_name_whatever_process_groups_they_have(has_more: Sequence[int]) -> None:
-    first, second, other = run_ranks(3, on_hosts, (0, 0, 1), names_on_hosts, has_more)
-    assert first == second
-    assert len({*first, *other}) == 6
+def test_ranks_that_have_made_unequal_numbers_of_process_groups_are_told_so() -> None:
+    for said in run_ranks(2, refusal_of_unequal_groups):
+        assert "have made [1, 2] process groups" in said

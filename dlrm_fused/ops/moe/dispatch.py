@@ -117,7 +117,8 @@ def route(
             and -1, where no rank will store. Tiles of one row have none.
 
     Raises:
-        CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
+        CommunicationError: on the CPU and between hosts, if a peer is lost or makes another call; on GPUs of one host a later
+            call raises it.
     """
     if not uses_kernels(window.memory.local.device):
         return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
@@ -143,8 +144,11 @@ def route(
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
     counts = memory.local.view(torch.int32)[: ranks * count].view(ranks, count)
+    slices = ExpertSlices.none(experts)
     if channel.group.hosts.are_many:
         _exchange_counts_between_hosts(counts, window)
+        of_slices = _counts_of_slices(counts.cpu(), channel.group.hosts)
+        channel.raise_fault()  # counts of a message that was aborted would send kernels beyond their memory
     targets, first_rows = torch.empty_like(positions), starts.new_empty(count)
     tiles, parts = rows_per_rank // tile_rows, ceil_div(tile_rows, _PAD_ROWS.value)
     order, slots_of_experts = starts.new_empty(2, tiles), experts.new_empty(count)
@@ -160,14 +164,13 @@ def route(
         RANK=channel.group.rank, WORLD=ranks, RANKS=next_power_of_2(ranks), LANES=next_power_of_2(local),
         CHUNK=chunk, CLEARS_PADS=block is not None, PARTS=parts, num_warps=4,
     )  # fmt: skip
-    slices = ExpertSlices.none(targets)
     if channel.group.hosts.are_many:
         flat, rows = targets.new_empty(slots, dtype=torch.int64), targets.new_empty(rows_per_rank, dtype=torch.int64)
         slices_kernel[(max(of_slots, ranks * local),)](
             targets, counts, memory.addresses, flat, rows, slots, count, tile_rows, rows_per_rank,
             RANK=channel.group.rank, WORLD=ranks, RANKS=next_power_of_2(ranks), LANES=next_power_of_2(local), num_warps=4,
         )  # fmt: skip
-        slices = ExpertSlices(flat, rows, _counts_of_slices(counts.cpu(), channel.group.hosts))
+        slices = ExpertSlices(flat, rows, of_slices)
     return RoutesToExperts(targets, groups, slices, slots_of_experts)
 
 
