@@ -29,7 +29,7 @@ def be_doctor(environment: Mapping[str, str], plant: Callable[[], None] | None) 
 
 def examined(folder: Path, environment: Mapping[str, str], plant: Callable[[], None] | None = None) -> dict[str, Any]:
     ended = run_program(2, folder, 120.0, be_doctor, environment, plant)
-    report = json.loads(ended.output[ended.output.index("{") :])
+    report, _ = json.JSONDecoder().raw_decode(ended.output, ended.output.index("{\n"))
     assert ended.statuses[0] == report["status"], ended.output
     return dict(report)
 

@@ -20,7 +20,7 @@ import pytest
 
 from dlrm_fused.cli import train_command
 from tests.distributed.killing import assert_same_outcome, last_step
-from tests.distributed.launch import Ended, on_hosts, run_program, small_config
+from tests.distributed.launch import Ended, run_program, small_config
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 MOST_SECONDS = 30.0
@@ -61,7 +61,9 @@ def be_train(arguments: Sequence[str], run: Path, fault: Callable[[], None] | No
 
     if fault is not None and os.environ["RANK"] == "1":
         threading.Thread(target=watch, daemon=True).start()
-    on_hosts((0, 1), train_command, arguments)
+    # As under torchrun on one machine: LOCAL_WORLD_SIZE counts both.
+    os.environ["DLRM_FUSED_HOST"] = f"host{os.environ['RANK']}"
+    train_command(arguments)
 
 
 @pytest.mark.parametrize("seed", range(FAULTS))
