@@ -39,19 +39,15 @@ def found(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("environment", "transport", "status"),
-    [
-        ({}, "stores", 0),
-        ({"DLRM_FUSED_HOST": "host{rank}"}, "messages", 0),
-        ({"NCCL_P2P_DISABLE": "1"}, "messages", 2),  # works, slower than it could be
-    ],
+    ("environment", "transport"),
+    [({}, "stores"), ({"DLRM_FUSED_HOST": "host{rank}"}, "messages"), ({"NCCL_P2P_DISABLE": "1"}, "messages")],
     ids=["one host", "two hosts", "no peer access"],
 )
 def test_it_says_what_fused_operators_take_and_how_fast_the_link_is(
-    tmp_path: Path, environment: Mapping[str, str], transport: str, status: int
+    tmp_path: Path, environment: Mapping[str, str], transport: str
 ) -> None:
     report = examined(tmp_path, environment)
-    assert report["status"] == status, report["findings"]
+    assert [finding for finding in report["findings"] if finding["level"] == "broken"] == []
     assert report["operators"]["embedding + All-to-All"] == transport
     (measured,) = report["measurements"]
     assert (measured["ranks"], measured["backend"]) == ([0, 1], "nccl")
