@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -71,6 +72,8 @@ def test_a_resumed_run_has_every_step_once(tmp_path, config):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # killed in the middle of a line
     killed._tensorboard.flush()
+    # TensorBoard reads files in the order of their names: by the second, then by a number of the process, 10 before 9.
+    time.sleep(1.01 - time.time() % 1.0)
     train_until(tmp_path, config, last=40, resume_step=20).close()
     assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30, 40]
     assert [event.step for event in tensorboard(tmp_path).Scalars("train/loss")] == [10, 20, 30, 40]
