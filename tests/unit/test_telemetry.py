@@ -67,13 +67,20 @@ def test_nonfinite_numbers_are_null(tmp_path, config):
     writer.close()
 
 
+def flush_events(killed: RunWriter) -> None:
+    """Leave the events of a killed run as the only ones that begin in this second.
+
+    TensorBoard reads files in the order of their names: by the second, then by a number of the process, 10 before 9.
+    """
+    killed._tensorboard.flush()
+    time.sleep(1.01 - time.time() % 1.0)
+
+
 def test_a_resumed_run_has_every_step_once(tmp_path, config):
     killed = train_until(tmp_path, config, last=30)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # killed in the middle of a line
-    killed._tensorboard.flush()
-    # TensorBoard reads files in the order of their names: by the second, then by a number of the process, 10 before 9.
-    time.sleep(1.01 - time.time() % 1.0)
+    flush_events(killed)
     train_until(tmp_path, config, last=40, resume_step=20).close()
     assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30, 40]
     assert [event.step for event in tensorboard(tmp_path).Scalars("train/loss")] == [10, 20, 30, 40]
@@ -82,7 +89,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path, config):
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path, config):
     killed = train_until(tmp_path, config, last=20)
-    killed._tensorboard.flush()
+    flush_events(killed)
     train_until(tmp_path, config, last=30).close()
     assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30]
     assert [event.step for event in tensorboard(tmp_path).Scalars("train/loss")] == [10, 20, 30]
