@@ -30,7 +30,7 @@ def _missing_on_host(ranks: Sequence[RankFacts], backend: str, variable: str) ->
 
 
 def _loopback(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    if not has_many_hosts(ranks) or _share_a_network_stack(ranks):
+    if not _need_a_network(ranks):
         return
     for backend, variable in _VARIABLES.items():
         for host, alike in group_by(_users(ranks, backend), lambda facts: facts.host).items():
@@ -49,7 +49,7 @@ def _same_address(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         users = [(facts, _address(facts, backend)) for facts in _users(ranks, backend)]
         for address, pairs in group_by(users, lambda user: user[1]).items():
             alike = [facts for facts, _ in pairs]
-            if address and has_many_hosts(alike) and not _share_a_network_stack(alike):
+            if address and _need_a_network(alike):
                 what = f"{backend} has the address {address} on several hosts: {hosts(alike)}"
                 advice = f"name an interface of the network between the hosts on each of them: {variable}"
                 yield Finding("address-twice", Level.broken, numbers(alike), what, advice)
@@ -73,10 +73,13 @@ def _differing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("interfaces-differ", Level.slower, numbers(alike), what, advice)
 
 
-def _share_a_network_stack(ranks: Sequence[RankFacts]) -> bool:
-    """Return whether any address of one rank reaches all others, as on hosts that ``DLRM_FUSED_HOST`` declares."""
+def _need_a_network(ranks: Sequence[RankFacts]) -> bool:
+    """Return whether ranks are on several hosts that do not reach each other by any address.
+
+    Hosts that ``DLRM_FUSED_HOST`` declares on one machine do, since they share its interfaces.
+    """
     places = {(facts.host.boot, facts.network.namespace) for facts in ranks}
-    return len(places) == 1 and all(namespace is not None for _, namespace in places)
+    return has_many_hosts(ranks) and (len(places) > 1 or None in {namespace for _, namespace in places})
 
 
 def _users(ranks: Sequence[RankFacts], backend: str) -> list[RankFacts]:
