@@ -129,8 +129,11 @@ class Ranks:
             self.processes.append(process)
             self._answers.append(receiver)
 
-    def wait(self) -> list[Any]:
+    def wait(self, timeout_seconds: float = _RANK_TIMEOUT_SECONDS) -> list[Any]:
         """Wait for the end of all; returns what the function returned, by rank.
+
+        Args:
+            timeout_seconds: without an answer of any rank.
 
         Raises:
             RankFailed: if a rank raised an exception; the others are ended.
@@ -139,8 +142,8 @@ class Ranks:
         rank_of = {answer: rank for rank, answer in enumerate(self._answers)}
         try:
             while rank_of:
-                ready = wait_for_any(list(rank_of), timeout=_RANK_TIMEOUT_SECONDS)
-                assert ready, f"ranks {list(rank_of.values())} have not answered for {_RANK_TIMEOUT_SECONDS:.0f} s"
+                ready = wait_for_any(list(rank_of), timeout=timeout_seconds)
+                assert ready, f"ranks {list(rank_of.values())} have not answered for {timeout_seconds:.0f} s"
                 for answer in cast(list[Connection], ready):
                     rank = rank_of.pop(answer)
                     results[rank], failure = _receive(answer, rank)
