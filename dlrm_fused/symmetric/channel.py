@@ -32,6 +32,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_fused.compat.triton import host_atomics
@@ -46,7 +47,7 @@ from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 
 # Kernels and the host share these words and values; device.py says what each means.
-_EPOCH, _FAULT, _ABORT = (word.value for word in (device.EPOCH, device.FAULT, device.ABORT))
+_EPOCH, _FAULT = (word.value for word in (device.EPOCH, device.FAULT))
 _KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = (
     word.value for word in (device.KIND, device.WAITING, device.PEER, device.FAULT_EPOCH, device.AWAITED, device.LOST)
 )
@@ -71,7 +72,7 @@ class Channel:
         flags: int64 words: [p] the ready word of rank p, [W + p] its arrival word, [2 W + p] its fingerprint; W ranks.
         state: int64 [8] on the device: the words EPOCH to ABORT of device.py; the rest is free for kernels.
         fault: int64 [1], the word FAULT of ``state``.
-        control: int64 [8] in host memory that the device can write: the words KIND to LOST of device.py.
+        control: int64 [8] in host memory that the device reads and writes: the words KIND to LOST of device.py.
         args: what a kernel is given of the channel, and hands on to the functions of device.py.
         launches: of kernels that are given ``args``.
     """
@@ -123,7 +124,7 @@ class Channel:
             self._flags = self._flags_of[group.rank]
             self._halves = self._flags.view(np.uint32)
             self._peer_flags = self.flags.addresses.tolist()
-        self._abort = _abort(self.state, self.control)
+        self._abort = _abort(self._control)
         group.peer_monitor.on_gone(self._abort)
 
     def release(self) -> None:
@@ -436,16 +437,11 @@ def _check_timeout(name: str, timeout_seconds: float) -> None:
         raise UsageError(f"channel {name}: timeout_seconds={timeout_seconds}: must be positive")
 
 
-def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
-    """Return a function that ends the waits of kernels when a peer is gone. It holds the two tensors, not the channel."""
-    words = control.numpy()
-    # A stream of its own: the others may be behind the kernel that waits.
-    stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+def _abort(control: NDArray[np.int64]) -> Callable[[int], None]:
+    """Return a function that ends the waits of kernels when a peer is gone. It holds the words, not the channel."""
 
     def abort(rank: int) -> None:
-        words[_LOST] = rank + 1
-        with torch.cuda.stream(stream):
-            state[_ABORT : _ABORT + 1].copy_(control[_LOST : _LOST + 1], non_blocking=True)
+        control[_LOST] = rank + 1
 
     return abort
 

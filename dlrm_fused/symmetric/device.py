@@ -35,7 +35,7 @@ from dlrm_fused.compat.torch import is_rocm
 EPOCH = tl.constexpr(0)  # the last epoch completed
 PROGRAMS_DONE = tl.constexpr(1)  # of the running launch
 FAULT = tl.constexpr(2)  # 1 after a fault: nothing is sent or awaited any more
-ABORT = tl.constexpr(3)  # rank + 1 of a peer that the host knows to be lost
+ABORT = tl.constexpr(3)  # the word LOST, as the first program that waits has seen it
 
 # Words of Channel.control: the first fault of a channel.
 KIND = tl.constexpr(0)
@@ -43,7 +43,7 @@ WAITING = tl.constexpr(1)  # the rank that waited
 PEER = tl.constexpr(2)  # the rank for which it waited
 FAULT_EPOCH = tl.constexpr(3)
 AWAITED = tl.constexpr(4)
-LOST = tl.constexpr(7)  # rank + 1 of a peer that is lost; the host alone writes and reads it
+LOST = tl.constexpr(7)  # rank + 1 of a peer that the host knows to be lost; the host alone writes it
 
 # Kinds of faults, the word KIND.
 LIMIT_EXCEEDED = tl.constexpr(1)
@@ -59,7 +59,8 @@ TAKEN = tl.constexpr(2)  # a slice by its receiver
 # A ready word is epoch << 32 | offset / OFFSET_UNIT; this offset says that the rank has refused to take part.
 REFUSED_OFFSET = tl.constexpr(0xFFFFFFFF)
 OFFSET_UNIT = tl.constexpr(4096)
-ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
+# Polls between two looks whether to give up: less than a millisecond of a GPU, of which the look itself takes two microseconds.
+ABORT_CHECK = tl.constexpr(64 if triton.knobs.runtime.interpret else 1024)
 
 
 def round_up(size: int, unit: int = OFFSET_UNIT.value) -> int:
@@ -197,7 +198,14 @@ def order_bulk_loads(HAS_ASYNC_PROXY: tl.constexpr):
 
 @triton.jit
 def must_stop(channel):
-    """Whether the host has aborted the epoch, or another program has met a fault."""
+    """Whether the host has aborted the epoch, or another program has met a fault.
+
+    The host says so in its own memory, without a call to the driver. Such a call would wait as long as this kernel, if another
+    thread waits for a copy to pageable memory, as ``tensor.cpu()`` does: the driver lets one at a time pass.
+    """
+    lost = tl.load(_control(channel) + LOST, volatile=True)
+    # One thread's look becomes that of all warps, see `look_at`.
+    tl.atomic_max(channel.state + ABORT, lost, sem="relaxed", scope="gpu")
     return (look_at(channel.state + ABORT) != 0) | (tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
 
 
@@ -206,14 +214,20 @@ def report_fault(channel, kind, peer, epoch, awaited):
     """Record the first fault of a channel where the host reads it, and stop all later kernels of the channel."""
     first = tl.atomic_cas(channel.state + FAULT, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
     if first == 0:
-        # Triton passes an address below 2^31, as of the heap of some Pythons, in 32 bits.
-        record = channel.control.to(tl.int64).to(tl.pointer_type(tl.int64))
+        record = _control(channel)
         tl.store(record + WAITING, tl.full((), channel.rank, tl.int64))
         tl.store(record + PEER, peer + tl.zeros((), tl.int64))
         tl.store(record + FAULT_EPOCH, epoch)
         tl.store(record + AWAITED, awaited)
         tl.debug_barrier()
         tl.store(record + KIND, kind)
+
+
+@triton.jit
+def _control(channel):
+    """Pointer to the words of :attr:`Channel.control`."""
+    # Triton passes an address below 2^31, as of the heap of some Pythons, in 32 bits.
+    return channel.control.to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -403,7 +417,7 @@ def polls_per_second(device: torch.device, poll: Any = _poll) -> float:
     looks = 100 if device.type == "cpu" else 20_000
 
     def wait_in_vain(looks: int) -> None:
-        poll[(1,)](channel_args(words, words, words, 0, looks, 0, 1), words, num_warps=1)
+        poll[(1,)](channel_args(words, words, words, words.data_ptr(), looks, 0, 1), words, num_warps=1)
 
     wait_in_vain(looks)  # compiles
     if device.type == "cuda":

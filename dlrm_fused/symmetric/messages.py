@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -119,7 +120,9 @@ class NcclLink(Link):
     """Messages between GPUs, of all channels: NCCL keeps the order of its launches. Making one is collective.
 
     They have a backend of their own, so that they neither wait for other collectives nor are taken for theirs. NCCL's kernels
-    wait without end for a rank that does not take part; a thread looks after them, and aborts them all.
+    wait without end for a rank that does not take part; a thread looks after them, and aborts them all. Until then it asks for
+    events alone: while another thread waits for a copy to pageable memory, as ``tensor.cpu()`` does, the driver lets no other
+    call pass, not even one that lets go of an event. Hence events are kept, and serve later exchanges.
 
     Args:
         process_group: its ranks are those of the messages.
@@ -140,6 +143,7 @@ class NcclLink(Link):
         self._gone: LateRankError | None = None
         peer_monitor.on_gone(self._end)
         self._watched: queue.SimpleQueue[tuple[torch.cuda.Event, float] | None] = queue.SimpleQueue()
+        self._events: deque[torch.cuda.Event] = deque()  # that nobody waits for
         self._thread = threading.Thread(target=self._watch_all, name="dlrm_fused messages", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -148,7 +152,9 @@ class NcclLink(Link):
         return _NcclExchange(self, self._nccl, sent, received)
 
     def watch(self, deadline: float) -> None:
-        self._watched.put((torch.cuda.current_stream().record_event(), deadline))
+        event = self._events.popleft() if self._events else torch.cuda.Event()
+        event.record()
+        self._watched.put((event, deadline))
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -183,6 +189,7 @@ class NcclLink(Link):
                 logger.exception("messages to other hosts are given up")
                 self._nccl.abort()
                 return
+            self._events.append(watched[0])
         if self.failure is not None:
             self._nccl.abort()
 

@@ -317,8 +317,11 @@ _BOUNDED = {
 
 
 def loads_that_warps_make_by_themselves_in_waits(ttir: str) -> list[str]:
-    """Return the lines of plain loads of single words inside of ``while`` loops, where warps may see different values."""
-    found = []
+    """Return the lines of plain loads of single words inside of ``while`` loops, where warps may see different values.
+
+    A load that is nothing but an atomic operation's operand is none of them: one thread makes that operation for all warps.
+    """
+    found: list[str] = []
     for loop in re.finditer(r"scf\.while", ttir):
         depth, regions, end = 0, 0, loop.start()
         while regions < 2:  # what decides whether it goes on, and what it does
@@ -326,7 +329,12 @@ def loads_that_warps_make_by_themselves_in_waits(ttir: str) -> list[str]:
             depth += 1 if ttir[end - 1] == "{" else -1
             regions += depth == 0
         found += re.findall(r".*tt\.load [^\n]*: !tt\.ptr<.*", ttir[loop.start() : end])
-    return found
+    return [line for line in found if not _only_atomics_use(line.split()[0], ttir)]
+
+
+def _only_atomics_use(value: str, ttir: str) -> bool:
+    uses = [line for line in ttir.splitlines() if re.search(rf"{re.escape(value)}\b(?! =)", line)]
+    return all("tt.atomic_rmw" in line for line in uses)
 
 
 def unbounded_products_in_addresses(ttir: str) -> set[Product]:

@@ -681,11 +681,32 @@ def impatient_kernel(word):
         seen = tl.load(word, volatile=True)
 
 
-def test_a_wait_in_which_warps_may_disagree_is_noticed(compiled: dict[str, Any]) -> None:
+@triton.jit
+def hasty_kernel(word):
+    seen = tl.zeros((), tl.int64)
+    while seen == 0:
+        own = tl.load(word, volatile=True)
+        seen = tl.atomic_max(word + 1, own) + own
+
+
+@triton.jit
+def patient_kernel(word):
+    seen = tl.zeros((), tl.int64)
+    while seen == 0:
+        seen = tl.atomic_max(word + 1, tl.load(word, volatile=True))
+
+
+@pytest.mark.parametrize("kernel", [impatient_kernel, hasty_kernel])
+def test_a_wait_in_which_warps_may_disagree_is_noticed(kernel: Any, compiled: dict[str, Any]) -> None:
     """Some would go on, others not, and neither reach the barrier of the other: two ranks waited for each other for ever."""
     with pytest.raises(AssertionError, match=r"tt\.load"):
-        impatient_kernel[(1,)](torch.zeros(1, dtype=torch.int64))
+        kernel[(1,)](torch.zeros(2, dtype=torch.int64))
     assert not compiled
+
+
+def test_a_wait_in_which_one_thread_looks_for_all_warps_is_none(compiled: dict[str, Any]) -> None:
+    patient_kernel[(1,)](torch.zeros(2, dtype=torch.int64))
+    assert re.search(r"@%p\d+ atom\.\S+\.max\.s64", compiled["patient_kernel"].asm["ptx"])
 
 
 @triton.jit

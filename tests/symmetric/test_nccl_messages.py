@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,17 @@ class Nccl:
         return self.is_done.is_set() or self.is_aborted.is_set()
 
 
+@dataclass
+class Event:
+    """Of the device."""
+
+    query: Callable[[], bool]
+    records: int = 0
+
+    def record(self) -> None:
+        self.records += 1
+
+
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclLink]]:
     """Those of three ranks."""
@@ -69,7 +81,7 @@ def _group(rank: int) -> Any:
 
 def begin(link: NcclLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin an exchange that ends when the stand-in of NCCL says so."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: link._nccl))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(link._nccl.query))
     link.watch(time.monotonic() + TIMEOUT_SECONDS)
 
 
@@ -111,6 +123,20 @@ def test_what_arrives_in_time_is_no_failure(links: list[NcclLink], monkeypatch: 
     time.sleep(2 * TIMEOUT_SECONDS)
     assert links[0].failure is None
     assert not links[0]._nccl.is_aborted.is_set()
+
+
+def test_an_event_serves_later_exchanges(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To let go of one is a call to the driver, in which the thread that looks after messages could be stuck."""
+    event = Event(lambda: True)
+    made = iter([event])
+    monkeypatch.setattr(torch.cuda, "Event", lambda: next(made))
+    for number in range(1, 4):
+        links[0].watch(time.monotonic() + TIMEOUT_SECONDS)
+        until = time.monotonic() + 10.0
+        while not links[0]._events:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert event.records == number
 
 
 def test_a_rank_that_is_gone_is_named_by_who_waits_and_by_nobody_else(

@@ -19,6 +19,7 @@ import triton.language as tl
 from dlrm_fused.ops.common.devices import wait_for_earlier_kernels
 from dlrm_fused.ops.gemv_all_reduce.tuning import TAGGED_SPLIT_ROWS, Blocks, padded
 from dlrm_fused.symmetric.device import (
+    ABORT_CHECK,
     ARRIVAL,
     EPOCH,
     FAULT,
@@ -38,7 +39,6 @@ from dlrm_fused.symmetric.device import (
 
 # Words of Channel.state that belong to this kernel.
 TILES_DONE = tl.constexpr(4)
-_STOP_CHECK = tl.constexpr(64)  # polls between two looks at whether to give up
 _LOW = tl.constexpr(0xFFFFFFFF)
 
 
@@ -144,7 +144,7 @@ def poll(channel, word):
     while (seen != 1) & (done < channel.poll_limit):
         seen = tl.load(word, volatile=True)
         done += 1
-        if done % _STOP_CHECK == 0:
+        if done % ABORT_CHECK == 0:
             done = tl.where(must_stop(channel), channel.poll_limit, done)
 
 
@@ -158,7 +158,7 @@ def _receive(channel, places, inside, tag, epoch, peer):
         words = tl.load(places, mask=inside, other=0, volatile=True)
         missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
         polls += 1
-        if polls % _STOP_CHECK == 0:
+        if polls % ABORT_CHECK == 0:
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     if missing > 0:
         report_fault(channel, fault_kind(channel), peer, epoch, ARRIVAL)
@@ -173,7 +173,7 @@ def _wait_for_flag(channel, flag, tag, epoch, peer, SCOPE: tl.constexpr):
     while (seen != tag) & (polls < channel.poll_limit):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
         polls += 1
-        if polls % _STOP_CHECK == 0:
+        if polls % ABORT_CHECK == 0:
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     if seen != tag:
         report_fault(channel, fault_kind(channel), peer, epoch, ARRIVAL)
@@ -206,7 +206,7 @@ def _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch
         while (((word >> 32) & _LOW) != tag) & (polls < channel.poll_limit):
             word = look_at(receive_buffer + handshake + peer)
             polls += 1
-            if polls % _STOP_CHECK == 0:
+            if polls % ABORT_CHECK == 0:
                 refused = (look_at(channel.flags + peer) & _LOW) == REFUSED_OFFSET
                 polls = tl.where(must_stop(channel) | refused, channel.poll_limit, polls)
         if refused:
@@ -343,7 +343,7 @@ def _normalize(
     while (done < tiles) & (polls < channel.poll_limit):
         done = tl.atomic_add(channel.state + TILES_DONE, 0, sem="acquire", scope="gpu")
         polls += 1
-        if polls % _STOP_CHECK == 0:
+        if polls % ABORT_CHECK == 0:
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     tl.debug_barrier()
     other = tl.arange(0, TILES)
