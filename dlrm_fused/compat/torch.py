@@ -128,6 +128,14 @@ def is_alive(process_group: dist.ProcessGroup) -> bool:
     return process_group in dist.distributed_c10d._world.pg_map
 
 
+def process_groups_of_this_rank() -> int:
+    """Return how many process groups this rank is in.
+
+    torch names a group that its ranks make by themselves by their numbers and this one (``_hash_ranks_to_str``).
+    """
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()

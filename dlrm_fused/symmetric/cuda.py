@@ -15,7 +15,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.compat.torch import is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
+from dlrm_fused.compat.torch import (
+    is_alive,
+    process_groups_of_this_rank,
+    rendezvous,
+    symmetric_memory_backend,
+    zeros_symmetric,
+)
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -71,13 +77,16 @@ class CudaGroup(SymmetricGroup):
             )
 
     def _check_groups(self) -> None:
-        """Ranks that differ here would wait in torch for each other: it names a group by the number of those before."""
-        counts = self.gather(dist.get_pg_count)
-        if len(set(counts)) > 1:
-            raise UsageError(
-                f"the ranks of this group have made {counts} process groups; on GPUs of several hosts all must have made "
-                "equally many before: call torch.distributed.new_group on all ranks, for every group"
-            )
+        """Ranks of a host that differ here would wait in torch for each other, which gives their group several names."""
+        counts = self.gather(process_groups_of_this_rank)
+        for host in self.hosts.ranks:
+            of_host = [counts[rank] for rank in host]
+            if len(set(of_host)) > 1:
+                raise UsageError(
+                    f"ranks {', '.join(map(str, host))}, of one host, are in {of_host} process groups; on GPUs of several "
+                    "hosts those of each host must be in equally many: make further ones after the first step, or with all of "
+                    "the host's ranks"
+                )
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
         """Return the ranks of this host to whose GPU this rank's has no peer access."""

@@ -137,16 +137,21 @@ def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
         assert line.endswith("comm=auto measures both and takes the faster")
 
 
-def refusal_of_unequal_groups() -> str:
-    """On a rank of two hosts: the error after rank 1 has made a process group by itself."""
-    make_up_gpus(has_peer_access=False)
-    if dist.get_rank() == 1:
-        dist.new_group([1])
-    with pytest.raises(UsageError) as raised:
-        cuda.CudaGroup(dist.group.WORLD, CPU)
-    return str(raised.value)
+def groups_of_hosts(own_group: list[int]) -> list[str]:
+    """On a rank of two hosts with two GPUs each: what is said against a group over them, once all have made that one."""
+    make_up_gpus(has_peer_access=True)
+    dist.new_group(own_group)
+    try:
+        cuda.CudaGroup(dist.group.WORLD, CPU).close()
+    except UsageError as error:
+        return [str(error)]
+    return []
 
 
-def test_ranks_that_have_made_unequal_numbers_of_process_groups_are_told_so() -> None:
-    for said in run_ranks(2, refusal_of_unequal_groups):
-        assert "have made [1, 2] process groups" in said
+def test_ranks_of_a_host_in_unequal_numbers_of_process_groups_are_told_so() -> None:
+    for (said,) in run_ranks(4, on_hosts, (0, 0, 1, 1), groups_of_hosts, [0, 1, 2]):
+        assert "ranks 2, 3, of one host, are in [2, 1] process groups" in said
+
+
+def test_hosts_may_be_in_unequal_numbers_of_process_groups() -> None:
+    assert run_ranks(4, on_hosts, (0, 0, 1, 1), groups_of_hosts, [0, 1]) == [[]] * 4
