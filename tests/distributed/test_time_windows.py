@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dlrm_fused.config import Config
+from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.time_windows import Window
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import Rank, Stopped
@@ -21,6 +22,7 @@ from tests.distributed import launch
 from tests.distributed.killing import assert_checkpoints_are_complete, assert_same_outcome, kill_at_step
 from tests.distributed.launch import RankFailed, metrics, run_ranks, small_config, start_training, train
 from tests.unit.prepared_sets import write_prepared_set
+from tests.unit.test_histories import MOVIES, write_release
 
 # Windows of 3, 11, 12 and 13 batches of 16, and one of 5 samples between them.
 SAMPLES_OF_DAYS = {"2024-01-01": 50, "2024-01-02": 180, "2024-01-03": 5, "2024-01-05": 200, "2024-01-06": 215}
@@ -77,15 +79,54 @@ def test_windows_do_not_depend_on_the_number_of_ranks(tmp_path: Path, uninterrup
         assert own["log_loss"] == pytest.approx(other["log_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(1, 10))])
-def test_a_killed_run_ends_like_an_uninterrupted_one(
-    tmp_path: Path, uninterrupted: Path, settings: list[str], number: int
-) -> None:
-    config, chance = small_config(tmp_path, *settings), random.Random(number)
+NUMBERS = pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(1, 10))]
+)
+
+
+def assert_ends_likewise_after_two_kills(config: Config, uninterrupted: Path, number: int) -> None:
+    chance = random.Random(number)
     for step in sorted(chance.sample(range(1, STEPS - 1), 2)):
         kill_at_step(start_training(config, 2), config.run_dir, step, chance.uniform(0, 0.02))
         assert_checkpoints_are_complete(config.run_dir)
     assert_goes_on_to_the_same_end(config, uninterrupted)
+
+
+@NUMBERS
+def test_a_killed_run_ends_like_an_uninterrupted_one(
+    tmp_path: Path, uninterrupted: Path, settings: list[str], number: int
+) -> None:
+    assert_ends_likewise_after_two_kills(small_config(tmp_path, *settings), uninterrupted, number)
+
+
+@pytest.fixture(scope="module")
+def settings_of_hstu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """MovieLens in its format, 20 users rate a movie every two hours for four days and a half; histories of 5 movies."""
+    folder, day = tmp_path_factory.mktemp("movielens"), 24 * 3600
+    ratings = [
+        (1 + user, 1 + (5 * user + number) % MOVIES, 1 + (user + number) % 5, 20_000 * day + number * 7200 + user)
+        for number in range(55)
+        for user in range(20)
+    ]
+    write_release(folder / "source", ratings)
+    prepare_movielens(MovieLensOptions(str(folder / "source"), folder / "set", split=SplitBy.time, history=5))
+    data = ["data.source=prepared", f"data.path={folder / 'set'}", "data.windows=day", "data.shuffle_window_rows=1000"]
+    model = ["model.kind=hstu", "model.d_model=16", "model.layers=2", "model.heads=2"]
+    training = [f"training.max_steps={STEPS}", "training.global_batch_size=20", "checkpoint.every_steps=5"]
+    return [*data, *model, *training, "evaluation.every_steps=13", "telemetry.mlperf_log=true"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_hstu(tmp_path_factory: pytest.TempPathFactory, settings_of_hstu: list[str]) -> Path:
+    return train(tmp_path_factory.mktemp("uninterrupted_hstu"), 2, *settings_of_hstu)
+
+
+@NUMBERS
+def test_a_killed_run_of_hstu_ends_like_an_uninterrupted_one(
+    tmp_path: Path, uninterrupted_hstu: Path, settings_of_hstu: list[str], number: int
+) -> None:
+    assert len(windows_of(uninterrupted_hstu)) == 3
+    assert_ends_likewise_after_two_kills(small_config(tmp_path, *settings_of_hstu), uninterrupted_hstu, number)
 
 
 def train_with_trouble_in(config: Config, trouble: str) -> str:
