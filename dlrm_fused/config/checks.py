@@ -46,11 +46,12 @@ def _data(config: Config) -> Iterator[_Check]:
     if data.source in (DataSource.prepared, DataSource.parquet, DataSource.criteo_npy):
         yield bool(data.path), "data.path", f"the data set's folder, for data.source={data.source.name}"
     if data.source is not DataSource.parquet:
-        allowed = "with data.source=parquet alone; other data state their labels and weights"
+        allowed = "with data.source=parquet alone; other data state their labels, weights and times"
         yield data.labels == DataConfig().labels, "data.labels", allowed
         yield not data.sample_weight, "data.sample_weight", allowed
-    has_times = data.source is DataSource.prepared or data.windows is Windows.none
-    allowed = f"none with data.source={data.source.name}, since prepared data alone hold times"
+        yield not data.sample_time, "data.sample_time", allowed
+    has_times = data.source is DataSource.prepared or bool(data.sample_time) or data.windows is Windows.none
+    allowed = "none, but with prepared data that hold times, or data.source=parquet whose column of times is data.sample_time"
     yield has_times, "data.windows", f"{allowed}; to evaluate or export a run of windows, add data.windows=none"
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)

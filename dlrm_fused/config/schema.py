@@ -130,11 +130,12 @@ class DataConfig:
     path: str = ""
     # Rows that are shuffled together; 0 keeps the order of the files. Where a config does not set it, parquet has its own.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
-    # For prepared sets with times: training in order of time, shuffled within windows.
+    # For sets with times: training in order of time, shuffled within windows.
     windows: Windows = Windows.none
-    # For parquet: columns of labels, the first of which decides which checkpoint is best; a column of samples' weights or none.
+    # For parquet: columns of labels, the first of which decides which checkpoint is best, of weights and of times; "" for none.
     labels: list[str] = setting(["label"], different("one or more different columns"))
     sample_weight: str = ""
+    sample_time: str = ""
     # Threads that assemble batches, and batches each rank holds ready.
     workers: int = setting(2, at_least(1))
     prefetch_batches: int = setting(4, at_least(1))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_fused.config import Config, Split
@@ -69,6 +71,24 @@ class ReadsRowGroups(Protocol):
 
     def read_ahead(self, split: Split, rows: Tensor) -> None:
         """Begin to read what :meth:`Dataset.read` of ``rows`` needs; does not wait."""
+        ...
+
+
+@runtime_checkable
+class KnowsTimes(Protocol):
+    """A :class:`Dataset` that knows when its samples happened."""
+
+    def times(self, split: Split) -> NDArray[np.int64]:
+        """Return when each sample of a split happened: int64 [samples], microseconds since 1970.
+
+        Raises:
+            DataError: if that is not known, or the split is not there.
+        """
+        ...
+
+    def window_order(self, config: Config, first: int, samples: int) -> Order:
+        """Return the order in which to train on so many samples of the training split, from number ``first`` in order of time
+        on; positions count from that."""
         ...
 
 

@@ -77,7 +77,7 @@ class TrainLoader(_Loader):
             )
         self.batches_per_epoch = samples // self._global_batch_size
         self._windows = windows
-        self._order, self._steps_ahead = (windows, 0) if windows else _training_order(dataset, config, world_size)
+        self._order, self._steps_ahead = (windows, 1) if windows else _training_order(dataset, config, world_size)
         self._dataset = dataset
         self._rank = rank
         self._world_size = world_size

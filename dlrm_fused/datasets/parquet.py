@@ -24,6 +24,7 @@ from dlrm_fused.datasets.parquet_files import (
     decode,
     dense_columns,
     open_files,
+    read_times,
     schema_of,
 )
 from dlrm_fused.datasets.row_group_order import RowGroupOrder, equal_runs
@@ -66,8 +67,10 @@ class ParquetDataset:
         groups, schema = next(iter(opened.values()))
         for others, other_schema in opened.values():
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
-        self._sample_weight = config.data.sample_weight
-        self.stored_schema = stored = schema_of(schema, groups, config.data.labels, self._sample_weight, config.embedding.rows)
+        self._sample_weight, self._sample_time = config.data.sample_weight, config.data.sample_time
+        self.stored_schema = stored = schema_of(
+            schema, groups, config.data.labels, self._sample_weight, self._sample_time, config.embedding.rows
+        )
         self.has_dense = bool(dense_columns(stored, schema.names, self._sample_weight))
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
         self._jagged = [feature.name for feature in stored.sparse_features if feature.jagged]
@@ -84,8 +87,30 @@ class ParquetDataset:
                 f"{self._folder / Split.train.name}: fewer row groups ({len(groups)}) than ranks ({world_size}); "
                 "write the files with smaller row groups"
             )
+        return self.window_order(config, 0, self.samples(Split.train))
+
+    def times(self, split: Split) -> NDArray[np.int64]:
+        """Read when each sample of a split happened: int64 [samples], microseconds since 1970.
+
+        Raises:
+            DataError: if rows of training are not in the order of time, or as :func:`read_times` does.
+        """
+        of_split = self._groups(split)
+        times = read_times(of_split.groups, self._sample_time)
+        earlier = 1 + np.flatnonzero(times[1:] < times[:-1])
+        if split is Split.train and earlier.size:
+            number = int(np.searchsorted(of_split.starts, earlier[0], side="right")) - 1
+            raise DataError(
+                f"{of_split.groups[number]}: row {earlier[0] - of_split.starts[number]} has an earlier {self._sample_time} "
+                "than the one before; for data.windows sort the split by it, over all files in the order of their names"
+            )
+        return times
+
+    def window_order(self, config: Config, first: int, samples: int) -> RowGroupOrder:
+        """Return an order of a part of the training split; see :class:`~dlrm_fused.datasets.dataset.KnowsTimes`."""
+        parts = np.diff(self._groups(Split.train).starts.clip(first, first + samples))
         batch_size, window_rows = config.training.global_batch_size, config.data.shuffle_window_rows
-        return RowGroupOrder([group.rows for group in groups], batch_size, window_rows, config.seed)
+        return RowGroupOrder(parts[parts > 0].tolist(), batch_size, window_rows, config.seed)
 
     def read_ahead(self, split: Split, rows: Tensor) -> None:
         self._groups(split).request(rows.numpy())

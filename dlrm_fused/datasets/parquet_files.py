@@ -1,7 +1,7 @@
 """Parquet files of samples: what their columns mean, and reading a row group.
 
-The columns of all files are the same, and their types tell what they are: labels and the weight of samples, which the config
-names, dense features of floating-point numbers, sparse ones of whole numbers or lists of them, none of them null
+The columns of all files are the same, and their types tell what they are: labels, weights and times of samples, which the
+config names, dense features of floating-point numbers, sparse ones of whole numbers or lists of them, none of them null
 (docs/own_data.md#without-preparing-it). The metadata of the field of a sparse feature may state the ``rows`` of its table and
 its ``pooling_factor``, as ``data/prepare.py parquet`` writes them.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -127,12 +128,18 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
 
 
 def schema_of(
-    columns: pa.Schema, groups: Sequence[RowGroup], labels: Sequence[str], sample_weight: str, embedding_rows: Sequence[int]
+    columns: pa.Schema,
+    groups: Sequence[RowGroup],
+    labels: Sequence[str],
+    sample_weight: str,
+    sample_time: str,
+    embedding_rows: Sequence[int],
 ) -> DatasetSchema:
     """Return the features that the columns of the row groups are.
 
     Args:
         sample_weight: the column of weights; empty where samples have none.
+        sample_time: that of times, likewise.
         embedding_rows: of the tables of sparse features, unless the files state those of all.
 
     Raises:
@@ -148,7 +155,10 @@ def schema_of(
         kind = field.type
         if columns.names.count(field.name) > 1:
             raise DataError(f"{path}: several columns are named {field.name}; rename them")
-        if field.name in named:
+        if field.name == sample_time:
+            if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+                raise DataError(f"{path}: column {field.name} is {kind}, allowed: timestamps or dates; {_REMEDY}")
+        elif field.name in named:
             if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
                 allowed = "numbers, 0 or more" if field.name == sample_weight else "numbers or bool, all 0 or 1"
                 raise DataError(f"{path}: column {field.name} is {kind}, allowed: {allowed}; {_REMEDY}")
@@ -163,8 +173,10 @@ def schema_of(
             raise DataError(
                 f"{path}: column {field.name} is {kind}, allowed: floating-point numbers (a dense feature), whole numbers or "
                 "lists of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table"
+                + f"; if it says when samples happened, set data.sample_time={field.name}"
+                * pa.types.is_temporal(kind)
             )
-    _check_there(columns, path, labels, sample_weight, bool(sparse))
+    _check_there(columns, path, labels, sample_weight, sample_time, bool(sparse))
     rows = [int(stated) for name in sparse if (stated := _stated(columns, name, ROWS))]
     rows = rows if len(rows) == len(sparse) else list(embedding_rows)
     if len(rows) != len(sparse):
@@ -179,10 +191,12 @@ def schema_of(
     return DatasetSchema(tuple(dense) or (CONSTANT,), tuple(features), labels=tuple(labels), has_weights=bool(sample_weight))
 
 
-def _check_there(columns: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str, has_sparse: bool) -> None:
+def _check_there(
+    columns: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str, sample_time: str, has_sparse: bool
+) -> None:
+    named = [*(("labels", name) for name in labels), ("sample_weight", sample_weight), ("sample_time", sample_time)]
     for name, there in {
-        **{f"column {name}, of data.labels, is": name in columns.names for name in labels},
-        **({f"column {sample_weight}, of data.sample_weight, is": sample_weight in columns.names} if sample_weight else {}),
+        **{f"column {name}, of data.{key}, is": name in columns.names for key, name in named if name},
         "a column of whole numbers, for a sparse feature, is": has_sparse,
     }.items():
         if not there:
@@ -227,6 +241,20 @@ def _pooling_factor(columns: pa.Schema, footer: pq.FileMetaData, feature: str) -
     return sum(of.num_values for of in chunks if of.path_in_schema.split(".")[0] == feature) / footer.num_rows
 
 
+def read_times(groups: Sequence[RowGroup], column: str) -> NDArray[np.int64]:
+    """Read a column of timestamps or dates: int64 [rows of all groups], microseconds since 1970; without a zone they are UTC.
+
+    Raises:
+        DataError: if a file is damaged, or a time is missing.
+    """
+    return np.concatenate([_microseconds(_array(_read(group, [column]), column, group)) for group in groups])
+
+
+def _microseconds(times: pa.Array) -> NDArray[np.int64]:
+    zone = getattr(times.type, "tz", None)
+    return pc.cast(times, pa.timestamp("us", zone), safe=False).cast(pa.int64()).to_numpy()
+
+
 def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_rows: Sequence[int]) -> DecodedRowGroup:
     """Read a row group on the calling thread.
 
@@ -239,12 +267,7 @@ def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_row
         DataError: if the file is damaged, or holds a null, a label other than 0 and 1, a dense value or weight that cannot be,
             or an id out of range; names the file, the row group and the column.
     """
-    try:
-        # The footer is at hand, so that opening the file reads nothing.
-        with pq.ParquetFile(group.path, metadata=group.footer, memory_map=True) as file:
-            table = file.read_row_group(group.number, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(str(group), error) from None
+    table = _read(group)
     dense = np.ones((table.num_rows, len(schema.dense_features)), np.float32)  # ones without a dense feature
     for number, name in enumerate(dense_columns(schema, table.column_names, sample_weight)):
         dense[:, number] = _floats(table, name, group)
@@ -266,6 +289,16 @@ def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_row
         weights = _floats(table, sample_weight, group)
         check_weights(weights, f"{group}, column {sample_weight}", _REMEDY)
     return DecodedRowGroup(labels.reshape(-1, *labels_shape(schema.labels)), dense, single, jagged, weights)
+
+
+def _read(group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read columns of a row group; by default all."""
+    try:
+        # The footer is at hand, so that opening the file reads nothing.
+        with pq.ParquetFile(group.path, metadata=group.footer, memory_map=True) as file:
+            return file.read_row_group(group.number, columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(str(group), error) from None
 
 
 def _array(table: pa.Table, name: str, group: RowGroup) -> pa.Array:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.data_settings import folder_of, rows_of_tables
+from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE, PreparedInfo, SparseFeature, checksums_of, labels_shape
 from dlrm_fused.datasets.storage import IdColumns, SetFolder, check_finite, check_labels, check_weights, ranges
 from dlrm_fused.errors import DataError
@@ -76,6 +77,10 @@ class PreparedDataset:
                 "with movielens --split time"
             )
         return times.all()
+
+    def window_order(self, config: Config, first: int, samples: int) -> SampleOrder:
+        """Return an order of the samples of a window of time; see :class:`~dlrm_fused.datasets.dataset.KnowsTimes`."""
+        return SampleOrder(samples, config.data.shuffle_window_rows, config.seed)
 
     def read(self, split: Split, rows: Tensor) -> Samples:
         files, positions = self._files(split), rows.numpy()

@@ -9,7 +9,9 @@ Source: *prequential* evaluation, first test and then train, of windows in place
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_fused.config import Config, Split, Windows
-from dlrm_fused.datasets.dataset import Dataset
-from dlrm_fused.datasets.order import SampleOrder
-from dlrm_fused.datasets.prepared import PreparedDataset
+from dlrm_fused.datasets.dataset import Dataset, KnowsTimes, Order
 from dlrm_fused.errors import ConfigError, DataError
 
 _UNITS = {Windows.hour: "h", Windows.day: "D", Windows.week: "D", Windows.month: "M"}
@@ -33,11 +33,12 @@ class Window:
 
     Attributes:
         name: when it begins, such as ``1997-10`` or ``1997-10-06T14``.
+        first: the number of the first one, in order of time.
         samples: how many there are.
     """
 
     def __init__(self, name: str, first: int, samples: int, by_time: NDArray[np.int64] | None) -> None:
-        self.name, self.samples, self._first, self._by_time = name, samples, first, by_time
+        self.name, self.first, self.samples, self._by_time = name, first, samples, by_time
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the rows of the split at positions [start, stop) of the window: int64 [stop - start]; epochs do not differ."""
@@ -45,7 +46,7 @@ class Window:
 
     def rows_at(self, positions: Tensor) -> Tensor:
         """Return the rows of the split at these positions of the window, int64 [n]."""
-        positions = positions + self._first
+        positions = positions + self.first
         return positions if self._by_time is None else torch.from_numpy(self._by_time[positions.numpy()])
 
 
@@ -59,14 +60,15 @@ class TimeWindows:
         times: int64 [samples], microseconds since 1970, of each row.
         length: of the windows.
         batch: samples of a step, over all ranks.
-        shuffle_window_rows: rows of a window that are shuffled together, as of :class:`SampleOrder`.
+        order_of: gives the order of training on a window, from its first sample and their number, as
+            :meth:`~dlrm_fused.datasets.dataset.KnowsTimes.window_order` does.
 
     Attributes:
         windows: in order of time.
         steps: of all windows.
     """
 
-    def __init__(self, times: NDArray[np.int64], length: Windows, batch: int, shuffle_window_rows: int, seed: int) -> None:
+    def __init__(self, times: NDArray[np.int64], length: Windows, batch: int, order_of: Callable[[int, int], Order]) -> None:
         by_time = np.argsort(times, kind="stable") if (times[1:] < times[:-1]).any() else None
         begins = _periods(times.min(), times.max(), length)
         firsts = np.searchsorted(times, begins.astype("datetime64[us]").astype(np.int64), sorter=by_time)
@@ -76,7 +78,10 @@ class TimeWindows:
             for begin, (first, end) in zip(begins, bounds, strict=True)
             if end > first
         ]
-        self._orders = [SampleOrder(window.samples, shuffle_window_rows, seed) for window in self.windows]
+        # A loader is in one window, or between two.
+        self._order = functools.lru_cache(maxsize=2)(
+            lambda number: order_of(self.windows[number].first, self.windows[number].samples)
+        )
         self._ends = np.cumsum([window.samples // batch for window in self.windows])
         self._begins = np.append(0, self._ends[:-1])
         self.steps = int(self._ends[-1])
@@ -92,7 +97,7 @@ class TimeWindows:
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the rows of the split at positions [start, stop) of a window's order; ``epoch`` is the window's number."""
-        return self.windows[epoch].rows_at(self._orders[epoch].rows(epoch, start, stop))
+        return self.windows[epoch].rows_at(self._order(epoch).rows(epoch, start, stop))
 
     def due(self, steps: int) -> list[Window]:
         """Return the windows to evaluate on when so many steps are made: the one that the next step begins, and smaller ones
@@ -119,10 +124,10 @@ def time_windows(config: Config, dataset: Dataset) -> TimeWindows | None:
     """
     if config.data.windows is Windows.none:
         return None
-    assert isinstance(dataset, PreparedDataset), "the config is checked"
+    assert isinstance(dataset, KnowsTimes), "the config is checked"
     times, batch = dataset.times(Split.train), config.training.global_batch_size
     _check_order(dataset, times)
-    windows = TimeWindows(times, config.data.windows, batch, config.data.shuffle_window_rows, config.seed)
+    windows = TimeWindows(times, config.data.windows, batch, functools.partial(dataset.window_order, config))
     all_windows = f"the {len(windows.windows)} windows of data.windows={config.data.windows}"
     if not windows.steps:
         most = max(window.samples for window in windows.windows)
@@ -133,14 +138,15 @@ def time_windows(config: Config, dataset: Dataset) -> TimeWindows | None:
     return windows
 
 
-def _check_order(dataset: PreparedDataset, of_training: NDArray[np.int64]) -> None:
+def _check_order(dataset: KnowsTimes, of_training: NDArray[np.int64]) -> None:
     latest = of_training.max()
     for split in (Split.validation, Split.test):
         earliest = dataset.times(split).min()
         if earliest < latest:
             raise DataError(
                 f"data.windows: split {split.name} begins at {_shown(earliest)}, and training ends at {_shown(latest)}: the "
-                "model would be tested on a past whose future it has seen; prepare the set with --split-by-time"
+                "model would be tested on a past whose future it has seen; split the data by time, as --split-by-time of "
+                "data/prepare.py does"
             )
 
 

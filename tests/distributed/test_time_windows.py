@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
+from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.datasets.time_windows import Window
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import Rank, Stopped
@@ -77,6 +80,26 @@ def test_windows_do_not_depend_on_the_number_of_ranks(tmp_path: Path, uninterrup
     for own, other in zip(metrics(alone, "evaluation"), metrics(uninterrupted, "evaluation"), strict=True):
         assert own["samples"] == other["samples"]
         assert own["log_loss"] == pytest.approx(other["log_loss"], rel=1e-5)
+
+
+def test_parquet_files_are_trained_on_as_the_prepared_set_in_the_same_order(tmp_path: Path, settings: list[str]) -> None:
+    folder = tmp_path / "set"
+    days = np.concatenate([np.full(count, day, "datetime64[us]") for day, count in SAMPLES_OF_DAYS.items()])
+    times = {"train": days, "validation": np.full(200, "2024-01-07", "datetime64[us]")}
+    times["test"] = times["validation"]
+    samples = {split: len(of_split) for split, of_split in times.items()}
+    write_prepared_set(folder, samples, times={split: of_split.astype(np.int64) for split, of_split in times.items()})
+    write_parquet(ParquetOptions(folder, tmp_path / "files", row_group_rows=20))
+    for split, of_split in times.items():
+        path = tmp_path / "files" / split / "part-00000.parquet"
+        pq.write_table(pq.read_table(path).append_column("day", pa.array(of_split)), path, row_group_size=20)
+    in_order = [*settings, "data.shuffle_window_rows=0"]
+    of_set = train(tmp_path / "of_set", 2, *in_order, f"data.path={folder}")
+    of_files = [f"data.path={tmp_path / 'files'}", "data.source=parquet", "data.sample_time=day"]
+    files = train(tmp_path / "of_files", 2, *in_order, *of_files)
+    assert windows_of(files) == [day for days in BEGINS.values() for day in days]
+    assert metrics(files, "evaluation") == metrics(of_set, "evaluation")
+    assert launch.losses(files) == launch.losses(of_set)
 
 
 NUMBERS = pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -12,6 +14,9 @@ from numpy.typing import NDArray
 from dlrm_fused.config import Config, Split, Windows, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
+from dlrm_fused.datasets.order import SampleOrder
+from dlrm_fused.datasets.parquet_files import open_files, read_times
+from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.datasets.time_windows import TimeWindows, time_windows
 from dlrm_fused.errors import ConfigError, DataError
 from tests.unit.prepared_sets import write_prepared_set
@@ -35,7 +40,7 @@ TIMES = np.random.default_rng(0).permutation(
 
 
 def windows_of(times: NDArray[np.int64], rows: int = 1000, seed: int = 1) -> TimeWindows:
-    return TimeWindows(times, Windows.month, BATCH, rows, seed)
+    return TimeWindows(times, Windows.month, BATCH, lambda _, samples: SampleOrder(samples, rows, seed))
 
 
 def months_of(times: NDArray[np.int64]) -> set[str]:
@@ -53,7 +58,8 @@ def months_of(times: NDArray[np.int64]) -> set[str]:
 )
 def test_a_window_is_named_by_its_begin(length: Windows, begins: list[str]) -> None:
     times = microseconds("1969-12-31T23:59:59.999999", "2024-02-29T23:00", "2024-03-03T10:59")
-    assert [window.name for window in TimeWindows(times, length, 1, 0, seed=1).windows] == begins
+    in_order = SampleOrder(len(times), 0, seed=1)
+    assert [window.name for window in TimeWindows(times, length, 1, lambda *_: in_order).windows] == begins
 
 
 @pytest.mark.parametrize("times", [TIMES, np.sort(TIMES)], ids=["in any order", "in order of time"])
@@ -100,18 +106,39 @@ def prepared(folder: Path, times: dict[str, NDArray[np.int64]] | None, *override
     return load_config("configs/quickstart.yaml", [*config, *overrides])
 
 
+def parquet(folder: Path, times: dict[str, NDArray[np.int64]], *overrides: str) -> Config:
+    """The same, as Parquet files with row groups of 7 rows; 20 samples are shuffled together."""
+    config = prepared(folder / "set", times)
+    write_parquet(ParquetOptions(Path(config.data.path), folder / "files", row_group_rows=7))
+    for split, of_split in times.items():
+        path = folder / "files" / split / "part-00000.parquet"
+        column = pa.array(of_split, pa.timestamp("us")).cast(pa.timestamp("ms"))
+        pq.write_table(pq.read_table(path).append_column("happened", column), path, row_group_size=7)
+    data = ["data.source=parquet", f"data.path={folder / 'files'}", "data.sample_time=happened", "data.shuffle_window_rows=20"]
+    return load_config(
+        "configs/quickstart.yaml",
+        [*data, "data.windows=month", "training.max_steps=10", "training.global_batch_size=4", *overrides],
+    )
+
+
 def times_of_splits() -> dict[str, NDArray[np.int64]]:
     in_june = np.full(6, microseconds("2024-06-01")[0])
     return {"train": np.concatenate([TIMES, TIMES]), "validation": in_june[:5].copy(), "test": in_june}
 
 
+def sorted_times_of_splits() -> dict[str, NDArray[np.int64]]:
+    return {split: np.sort(times) for split, times in times_of_splits().items()}
+
+
+@pytest.mark.parametrize("is_parquet", [False, True], ids=["prepared", "parquet"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_no_batch_holds_a_sample_of_after_its_window_or_before(tmp_path: Path, world_size: int) -> None:
-    config = prepared(tmp_path / "set", times_of_splits())
+def test_no_batch_holds_a_sample_of_after_its_window_or_before(tmp_path: Path, world_size: int, is_parquet: bool) -> None:
+    of_splits = sorted_times_of_splits() if is_parquet else times_of_splits()
+    config = parquet(tmp_path, of_splits) if is_parquet else prepared(tmp_path / "set", of_splits)
     dataset = open_dataset(config, CPU)
     windows = time_windows(config, dataset)
     assert windows is not None
-    times = times_of_splits()["train"]
+    times = of_splits["train"]
     rows_by_value = {float(row): number for number, row in enumerate(np.load(tmp_path / "set/train/dense.npy")[:, 0])}
     loaders = [TrainLoader(dataset, config, rank, world_size, CPU, windows=windows) for rank in range(world_size)]
     seen: list[int] = []
@@ -124,6 +151,7 @@ def test_no_batch_holds_a_sample_of_after_its_window_or_before(tmp_path: Path, w
         assert months_of(times[rows]) == {window.name}
         assert not set(rows) & set(seen)
         seen += rows
+    assert seen != sorted(seen)
     for loader in loaders:
         loader.close()
     april = windows.windows[2]
@@ -141,6 +169,44 @@ def test_a_split_of_the_past_is_a_leak(tmp_path: Path) -> None:
     expected = "split test begins at 2024-05-07T23:59:59, and training ends at 2024-05-08T00:00:00.*--split-by-time"
     with pytest.raises(DataError, match=expected):
         time_windows(config, open_dataset(config, CPU))
+
+
+def test_files_of_which_rows_are_not_in_the_order_of_time(tmp_path: Path) -> None:
+    times = sorted_times_of_splits()
+    times["train"][31] = times["train"][0]
+    config = parquet(tmp_path, times)
+    with pytest.raises(DataError, match=r"part-00000.parquet, row group 4: row 3 has an earlier happened than the one before"):
+        time_windows(config, open_dataset(config, CPU))
+
+
+def test_a_leak_in_files_is_one_too(tmp_path: Path) -> None:
+    times = sorted_times_of_splits()
+    times["validation"][1] = microseconds("2024-05-01")[0]
+    config = parquet(tmp_path, times)
+    with pytest.raises(DataError, match=r"split validation begins at 2024-05-01T00:00:00, and training ends at 2024-05-08"):
+        time_windows(config, open_dataset(config, CPU))
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.timestamp("ns", "Asia/Tokyo"), pa.date32(), pa.date64()])
+def test_times_and_dates_of_all_kinds_are_read(tmp_path: Path, kind: pa.DataType) -> None:
+    column = pa.array(microseconds("1969-12-31", "2024-05-08"), pa.timestamp("us")).cast(kind, safe=False)
+    pq.write_table(pa.table({"when": column}), tmp_path / "times.parquet", row_group_size=1)
+    groups, _ = open_files(tmp_path)
+    assert read_times(groups, "when").tolist() == microseconds("1969-12-31", "2024-05-08").tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["data.sample_time=label"], r"column label is uint8, allowed: timestamps or dates"),
+        (["data.sample_time=other"], r"column happened is timestamp\[ms\].* set data.sample_time=happened"),
+        (["data.sample_time=''", "data.windows=none"], r"column happened is timestamp\[ms\].* set data.sample_time=happened"),
+    ],
+)
+def test_columns_that_are_no_times(tmp_path: Path, settings: list[str], expected: str) -> None:
+    config = parquet(tmp_path, sorted_times_of_splits(), *settings)
+    with pytest.raises(DataError, match=expected):
+        open_dataset(config, CPU)
 
 
 def test_a_set_without_times(tmp_path: Path) -> None:
@@ -170,6 +236,12 @@ def test_more_than_the_windows_hold(tmp_path: Path, overrides: list[str], expect
 
 
 def test_other_data_have_no_times() -> None:
-    expected = r"data.windows=day: allowed: none with data.source=synthetic, .*; to evaluate .* add data.windows=none"
-    with pytest.raises(ConfigError, match=expected):
-        load_config("configs/synthetic.yaml", ["data.windows=day"])
+    expected = r"data.windows=day: allowed: none, but with prepared data .*; to evaluate .* add data.windows=none"
+    for others in (["configs/synthetic.yaml"], ["configs/quickstart.yaml", "data.source=parquet", "data.path=files"]):
+        with pytest.raises(ConfigError, match=expected):
+            load_config(others[0], ["data.windows=day", *others[1:]])
+
+
+def test_prepared_data_state_their_times() -> None:
+    with pytest.raises(ConfigError, match=r"data.sample_time=happened: allowed: with data.source=parquet alone"):
+        load_config("configs/quickstart.yaml", ["data.sample_time=happened"])
