@@ -61,10 +61,10 @@ def percentiles(world: World, seconds: Sequence[float]) -> dict[str, float]:
 
 def time_encoding(world: World, scorer: OnlineScorer, samples: RequestSamples) -> dict[str, float]:
     """Latency of encoding a history. Collective."""
-    interactions, seconds = samples.history(0), []
+    history, seconds = samples.history(0), []
     for _ in range(UNTIMED_ENCODINGS + ENCODINGS):
         began = time.perf_counter()
-        scorer.encode(interactions)
+        scorer.encode(*history)
         seconds.append(time.perf_counter() - began)
     return percentiles(world, seconds[UNTIMED_ENCODINGS:])
 
@@ -73,7 +73,7 @@ def time_scoring(
     world: World, scorers: Mapping[str, OnlineScorer], samples: RequestSamples, count: int, requests: int
 ) -> dict[str, Any]:
     """Latencies of scoring so many candidates, by kind, and the largest difference of the scores. Collective."""
-    histories = {kind: scorer.encode(samples.history(0)) for kind, scorer in scorers.items()}
+    histories = {kind: scorer.encode(*samples.history(0)) for kind, scorer in scorers.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in scorers}
     difference = 0.0
     for request in range(UNTIMED + requests):

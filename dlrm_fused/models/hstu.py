@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.embedding_tables import pooled_columns
-from dlrm_fused.models.history import HistoryBlock, HistoryEncoder, build_history_dlrm, check_histories
+from dlrm_fused.models.history import HistoryBlock, HistoryDLRM, HistoryEncoder, build_history_dlrm, check_histories
 from dlrm_fused.models.jagged import JaggedBatch
 from dlrm_fused.models.product_choice import choose_product
 from dlrm_fused.models.tensor_parallel import (
@@ -67,11 +67,14 @@ class HstuBlock(HistoryBlock):
         self.gated_norm = parameter_of_heads(torch.ones(heads, self._d_head), product)
         self.out = RowParallelLinear(d_model, d_model, product)
 
+    def project(self, normed: Tensor) -> Tensor:
+        """Map [n, d_model] to queries, keys, values and gates of this rank's heads, [n, heads / ranks, 4, d_head]."""
+        return F.silu(self.projection(normed)).unflatten(-1, (-1, _PARTS, self._d_head))
+
     def attend(self, batch: JaggedBatch, normed: Tensor) -> Tensor:
-        projected = F.silu(self.projection(normed)).unflatten(-1, (-1, _PARTS, self._d_head))
-        queries, keys, values, gates = projected.unbind(2)
+        queries, keys, values, gates = self.project(normed).unbind(2)
         rows = JaggedQueries.among_all(batch.bounds, self._tokens)
-        return self._gated(queries, keys, values, gates, rows, batch.times)
+        return self.gated(queries, keys, values, gates, rows, batch.times)
 
     def attend_from_candidates(self, batch: JaggedBatch, normed: Tensor, candidates: Tensor) -> Tensor:
         weight = self.projection.weight.unflatten(0, (-1, _PARTS, self._d_head))
@@ -80,7 +83,7 @@ class HstuBlock(HistoryBlock):
         keys, values = self._parts(normed, weight[:, 1:3])
         each = torch.arange(batch.candidates.shape[0] + 1, device=normed.device)
         rows = JaggedQueries(batch.bounds, each, batch.candidates, self._tokens, most_queries=1)
-        return self._gated(queries, keys, values, gates, rows, batch.times)
+        return self.gated(queries, keys, values, gates, rows, batch.times)
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.out(attended.flatten(-2), x, next_norm)
@@ -90,12 +93,20 @@ class HstuBlock(HistoryBlock):
         projected = F.silu(self._product.columns(normed, weight.flatten(0, 2)))
         return projected.unflatten(-1, (-1, weight.shape[1], self._d_head)).unbind(2)
 
-    def _gated(
+    def gated(
         self, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, rows: JaggedQueries, times: Tensor | None
     ) -> Tensor:
-        """Return the attention's result, normed and gated, [queries, heads / ranks, d_head]."""
+        """Return the attention's result, normed and gated, [queries, heads / ranks, d_head].
+
+        Args:
+            queries, keys, values, gates: [queries or keys, heads / ranks, d_head].
+            times: int64 [keys], of a model that reads times.
+        """
         own = self._product.of_all_ranks
-        bias = RelativeBias(own(self.by_distance), None if self.by_time is None else own(self.by_time), times)
+        by_distance = own(self.by_distance)
+        if rows.longest > self._tokens:  # since all candidates are at one place, none is further away
+            by_distance = F.pad(by_distance, (0, rows.longest - self._tokens))
+        bias = RelativeBias(by_distance, None if self.by_time is None else own(self.by_time), times)
         scale = self._d_head**-0.5
         attended = hstu_attention(queries, keys, values, rows, scale=scale, divisor=float(self._tokens), bias=bias)
         return F.layer_norm(attended, (self._d_head,), eps=NORM_EPS) * own(self.gated_norm) * gates
@@ -141,6 +152,12 @@ def build(config: Config, schema: DatasetSchema, device: torch.device, group: di
     """Return the model of ``model.kind=hstu``, a :data:`~dlrm_fused.models.task.BuildModel`.
 
     The ranks of the group share the weights of its blocks.
+    """
+    return build_hstu(config, schema, choose_product(config, group, schema.history_length + 1, device))
+
+
+def build_hstu(config: Config, schema: DatasetSchema, product: LayerProducts) -> HistoryDLRM:
+    """Return the model of ``model.kind=hstu``, whose layers are sharded over the ranks of ``product``.
 
     Raises:
         ConfigError: if the data set has no histories.
@@ -153,7 +170,7 @@ def build(config: Config, schema: DatasetSchema, device: torch.device, group: di
         heads=shape.heads,
         layers=shape.layers,
         history_length=schema.history_length,
-        product=choose_product(config, group, schema.history_length + 1, device),
+        product=product,
         reads_times=schema.has_token_times,
     )
     return build_history_dlrm(config, schema, encoder)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlrm_fused.inference.online.scorer import OnlineScorer
 from tests.distributed.launch import run_ranks
 from tests.inference.test_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
-from tests.inference.test_online import HISTORY, Requests, scores, with_scorer, with_scorers
+from tests.inference.test_online import HISTORY, Requests, scores, with_hstu, with_scorer, with_scorers
 
 pytestmark = pytest.mark.gpu(1)
 # Its model has four heads.
@@ -36,6 +36,17 @@ def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool
             torch.testing.assert_close(result[dtype], expected, rtol=0, atol=tolerance)
             if fused:
                 assert torch.equal(result[dtype], results[0][dtype])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fused"), [(1, False), pytest.param(RANKS, True, marks=pytest.mark.gpu(2))], ids=["one", "fused"]
+)
+def test_hstu_gives_the_probabilities_of_the_full_model(ranks: int, fused: bool) -> None:
+    """It has no graphs."""
+    requests = Requests([0, 1, 65, HISTORY], count=72)
+    expected = requests.of_full_model("hstu")
+    for result in run_ranks(ranks, with_hstu, fused, after_warm_up, requests, [1, 64, 7]):
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCES[torch.float32])
 
 
 def encoded_again(scorer: OnlineScorer, requests: Requests, numbers: list[int]) -> Tensor:

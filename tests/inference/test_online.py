@@ -23,7 +23,8 @@ from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.inference.online.evaluation import RequestSamples, score_run_online
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, Candidates, History, OnlineScorer
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
-from dlrm_fused.models.history import HistoryDLRM
+from dlrm_fused.models.history import HistoryDLRM, HistoryEncoder
+from dlrm_fused.models.hstu import Hstu
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
@@ -45,13 +46,22 @@ def tables(features: dict[str, int]) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs, device=torch.device("cpu"))
 
 
-def full_model(product: LayerProducts | None = None) -> HistoryDLRM:
-    """The same on every rank, but for the pieces of cut layers."""
+def full_model(product: LayerProducts | None = None, kind: str = "transformer") -> HistoryDLRM:
+    """The same on every rank, but for the pieces of cut layers. HSTU has biases, and reads times."""
     torch.manual_seed(1)
-    transformer = HistoryTransformer(
-        token_width=len(TOKENS) * DIM, d_model=16, heads=4, layers=2, d_ff=64, history_length=HISTORY, product=product
-    )
-    return HistoryDLRM(tables(SPARSE), tables(TOKENS), transformer, DENSE, [8, DIM], [8, 1])
+    shape: dict[str, Any] = {"token_width": len(TOKENS) * DIM, "d_model": 16, "heads": 4, "layers": 2, "product": product}
+    if kind == "transformer":
+        transformer: HistoryEncoder[Any] = HistoryTransformer(**shape, d_ff=64, history_length=HISTORY)
+    else:
+        transformer = Hstu(**shape, history_length=HISTORY, reads_times=True)
+    model = HistoryDLRM(tables(SPARSE), tables(TOKENS), transformer, DENSE, [8, DIM], [8, 1])
+    if kind == "hstu":
+        for block in transformer.blocks:
+            for bias in (block.by_distance, block.by_time):
+                every_head = torch.randn(4, bias.shape[1], generator=torch.Generator().manual_seed(3))
+                first = 0 if product is None or product.group is None else dist.get_rank(product.group) * len(bias)
+                bias.data.copy_(every_head[first : first + len(bias)])
+    return model
 
 
 def draw_bags(features: dict[str, int], count: int, generator: torch.Generator) -> list[list[list[int]]]:
@@ -77,6 +87,10 @@ class Requests:
     def __init__(self, history_lengths: list[int], count: int) -> None:
         generator = torch.Generator().manual_seed(2)
         self.histories = [draw_bags(TOKENS, n, generator) for n in history_lengths]
+        self.history_times = [
+            torch.randint(0, 10**6, (n,), generator=torch.Generator().manual_seed(n)) for n in history_lengths
+        ]
+        self._times = torch.randint(10**6, 10**7, (count,), generator=torch.Generator().manual_seed(4))
         self._dense = torch.randn(count, DENSE, generator=generator)
         self._sparse, self._tokens = (draw_bags(features, count, generator) for features in (SPARSE, TOKENS))
 
@@ -85,12 +99,12 @@ class Requests:
 
     def candidates(self, begin: int, end: int) -> Candidates:
         sparse, tokens = ([bags[begin:end] for bags in features] for features in (self._sparse, self._tokens))
-        return Candidates(self._dense[begin:end], as_kjt(SPARSE, sparse), as_kjt(TOKENS, tokens))
+        return Candidates(self._dense[begin:end], as_kjt(SPARSE, sparse), as_kjt(TOKENS, tokens), self._times[begin:end])
 
-    def of_full_model(self) -> Tensor:
+    def of_full_model(self, kind: str = "transformer") -> Tensor:
         """[histories, candidates], by the forward pass of the full model on one rank."""
-        model, results = full_model(), []
-        for history in self.histories:
+        model, results = full_model(kind=kind), []
+        for history, history_times in zip(self.histories, self.history_times, strict=True):
             n = len(history[0])
             padding: list[list[int]] = [[]] * (HISTORY - n)
             tokens = [
@@ -98,8 +112,10 @@ class Requests:
                 for interactions, candidates in zip(history, self._tokens, strict=True)
             ]
             lengths = torch.full((len(self._dense),), n)
+            times = torch.zeros(len(self._dense), HISTORY + 1, dtype=torch.int64)
+            times[:, :n], times[:, n] = history_times, self._times
             with torch.no_grad():
-                logits = model(self._dense, as_kjt(SPARSE, self._sparse), as_kjt(TOKENS, tokens), lengths)
+                logits = model(self._dense, as_kjt(SPARSE, self._sparse), as_kjt(TOKENS, tokens), lengths, token_times=times)
             results.append(logits.sigmoid().squeeze(1))
         return torch.stack(results)
 
@@ -110,12 +126,13 @@ def make_scorer(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     max_rows: int = MAX_CANDIDATES,
+    kind: str = "transformer",
 ) -> OnlineScorer:
     workspace = None
     if fused:
         memory = symmetric_group(group, device)
         workspace = GemvWorkspace(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
-    model = full_model(LayerProducts(group, workspace))
+    model = full_model(LayerProducts(group, workspace), kind)
     sparse = model.sparse_arch
     cut = ShardedTables(ROWS, DIM, group, dtype, device)
     for collection in (sparse.embedding_bag_collection, sparse.token_embedding_bag_collection):
@@ -136,21 +153,26 @@ def with_scorer(fused: bool, dtype: torch.dtype, work: Callable[..., Any], *argu
 
 
 def with_scorers(
-    fused: bool, dtypes: Iterable[torch.dtype], work: Callable[..., Any], *arguments: Any
+    fused: bool, dtypes: Iterable[torch.dtype], work: Callable[..., Any], *arguments: Any, kind: str = "transformer"
 ) -> dict[torch.dtype, Any]:
     """On a rank: what ``work`` gives with a scorer of each dtype, one after the other."""
     rank = Rank.from_environment()
     device = choose_device("auto", rank)
     with process_group(rank, device):
-        results = {dtype: work(make_scorer(dist.group.WORLD, fused, device, dtype), *arguments) for dtype in dtypes}
+        results = {dtype: work(make_scorer(dist.group.WORLD, fused, device, dtype, kind=kind), *arguments) for dtype in dtypes}
         if fused:
             symmetric_group(None, device).close()
         return results
 
 
+def with_hstu(fused: bool, work: Callable[..., Any], *arguments: Any) -> Any:
+    """On a rank: what ``work`` gives with a scorer of HSTU."""
+    return with_scorers(fused, [torch.float32], work, *arguments, kind="hstu")[torch.float32]
+
+
 def scores(scorer: OnlineScorer, requests: Requests, numbers: list[int]) -> Tensor:
     """Of all candidates, so many in a call; every history is kept, and used for all calls."""
-    histories = [scorer.encode(requests.history(i)) for i in range(len(requests.histories))]
+    histories = [scorer.encode(requests.history(i), times) for i, times in enumerate(requests.history_times)]
     ends = list(itertools.accumulate(numbers))
     calls = [requests.candidates(end - number, end) for number, end in zip(numbers, ends, strict=True)]
     return torch.stack([torch.cat([scorer.score(history, call) for call in calls]) for history in histories])
@@ -163,6 +185,46 @@ def test_kept_histories_give_the_probabilities_of_the_full_model(ranks: int, fus
     assert expected.std() > 0.01
     for result in run_ranks(ranks, with_scorer, fused, torch.float32, scores, requests, [1, 64, 7]):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "fused"), [(1, False), (2, True), (4, False)])
+def test_kept_histories_of_hstu_do_likewise(ranks: int, fused: bool) -> None:
+    requests = Requests([0, 1, 65, HISTORY], count=72)
+    expected = requests.of_full_model("hstu")
+    assert expected.std() > 0.01
+    for result in run_ranks(ranks, with_hstu, fused, scores, requests, [1, 64, 7]):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def without_times(scorer: OnlineScorer) -> list[str]:
+    requests = Requests([2], count=3)
+    history, good = scorer.encode(requests.history(0), requests.history_times[0]), requests.candidates(0, 3)
+    assert good.times is not None
+    uses: list[Callable[[], Any]] = [
+        lambda: scorer.encode(requests.history(0)),
+        lambda: scorer.encode(requests.history(0), requests.history_times[0].float()),
+        lambda: scorer.score(history, replace(good, times=None)),
+        lambda: scorer.score(history, replace(good, times=good.times[:2])),
+    ]
+    said = []
+    for use in uses:
+        with pytest.raises(UsageError) as raised:
+            use()
+        said.append(str(raised.value))
+    assert len(scorer.score(history, good)) == 3  # goes on after them
+    return said
+
+
+def test_a_model_that_reads_times_must_be_given_them() -> None:
+    needed = "the model reads them: seconds since 1970, int64"
+    assert run_ranks(1, with_hstu, False, without_times) == [
+        [
+            f"times of 2 interactions: none; {needed} [2]",
+            f"times of 2 interactions: torch.float32 [2]; {needed} [2]",
+            f"times of 3 candidates: none; {needed} [3]",
+            f"times of 3 candidates: torch.int64 [2]; {needed} [3]",
+        ]
+    ]
 
 
 def first_in_inference_mode(scorer: OnlineScorer, requests: Requests) -> list[Tensor]:
@@ -282,6 +344,14 @@ def test_requests_of_a_trained_run(trained: Path, ranks: int, overrides: list[st
 
 
 @pytest.mark.parametrize("overrides", [[], ["comm=fused"]], ids=["baseline", "fused"])
+def test_requests_of_a_run_of_hstu(tmp_path_factory: pytest.TempPathFactory, overrides: list[str]) -> None:
+    """Generated histories have times."""
+    run = train(tmp_path_factory.mktemp("hstu"), 2, *TRANSFORMER, "model.kind=hstu")
+    run_ranks(2, score_online, run, overrides)
+    assert json.loads((run / "online.json").read_text())["difference_from_full_model"] < 1e-5
+
+
+@pytest.mark.parametrize("overrides", [[], ["comm=fused"]], ids=["baseline", "fused"])
 def test_requests_of_a_run_whose_tables_differ_in_columns(unequal: Path, overrides: list[str]) -> None:
     run_ranks(2, score_online, unequal, overrides)
     assert json.loads((unequal / "online.json").read_text())["difference_from_full_model"] < 1e-5
@@ -290,7 +360,7 @@ def test_requests_of_a_run_whose_tables_differ_in_columns(unequal: Path, overrid
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.kind=dlrm"], "--online: the run has model.kind=dlrm; it is for model.kind=transformer"),
+        (["model.kind=dlrm"], "--online: the run has model.kind=dlrm; it is for model.kind=transformer and model.kind=hstu"),
         (["data.synthetic.test_samples=63"], "--split test: it has 63 samples; --online needs 64 at least"),
     ],
 )

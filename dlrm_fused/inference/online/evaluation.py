@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split
+from dlrm_fused.config import Comm, Config, Precision, Split
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.batch import Batch, Samples, select_bags
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.inference.online.model import OnlineModel
+from dlrm_fused.inference.online.model import BUILDERS, KINDS, OnlineModel
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, Candidates, OnlineScorer
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
@@ -51,16 +51,19 @@ class RequestSamples:
         """Return the most ids of a bag, 1 at least."""
         return max(1, int(self._tokens.lengths().max()), int(self._sparse.lengths().max()))
 
-    def history(self, sample: int) -> KeyedJaggedTensor:
-        """Return the interactions of a sample's history, oldest first."""
-        first = sample * self._tokens_of_sample
-        return select_bags(self._tokens, torch.arange(first, first + int(self._history_lengths[sample])))
+    def history(self, sample: int) -> tuple[KeyedJaggedTensor, Tensor | None]:
+        """Return the interactions of a sample's history, oldest first, and when they were, if that is known."""
+        first, count = sample * self._tokens_of_sample, int(self._history_lengths[sample])
+        times = None if self._token_times is None else self._token_times[sample, :count]
+        return select_bags(self._tokens, torch.arange(first, first + count)), times
 
     def candidates(self, sample: int, count: int) -> Candidates:
         """Return ``count`` candidates: those of a sample and of the samples after it."""
         chosen = torch.arange(sample, sample + count) % len(self)
-        tokens = chosen * self._tokens_of_sample + self._history_lengths[chosen]
-        return Candidates(self._dense[chosen], select_bags(self._sparse, chosen), select_bags(self._tokens, tokens))
+        lengths = self._history_lengths[chosen]
+        tokens = select_bags(self._tokens, chosen * self._tokens_of_sample + lengths)
+        times = None if self._token_times is None else self._token_times[chosen, lengths]
+        return Candidates(self._dense[chosen], select_bags(self._sparse, chosen), tokens, times)
 
     def batch(self, count: int) -> Batch:
         """Return the first samples as they are, for the full model; without labels."""
@@ -101,13 +104,13 @@ def score_run_online(
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
-        ConfigError: if the model is no Transformer, or the split has too few samples.
+        ConfigError: if the model reads no histories, or the split has too few samples.
         RuntimeError: if scores differ from those of the full model.
     """
     saved = SavedRun.open(run, checkpoint, overrides)
     config = saved.config
-    if config.model.kind is not ModelKind.transformer:
-        raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for model.kind=transformer")
+    if config.model.kind not in BUILDERS:
+        raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for {KINDS}")
     with join_run(config, rank, error_store) as device:
         if output is not None:
             write_on_rank_0(partial(try_to_write, output), output, rank)
@@ -148,7 +151,7 @@ def _difference(scorer: OnlineScorer, samples: RequestSamples, expected: Tensor)
     """Return the largest difference of scores from ``expected``; each sample is scored alone, and among others."""
     difference = 0.0
     for sample, probability in enumerate(expected):
-        history = scorer.encode(samples.history(sample))
+        history = scorer.encode(*samples.history(sample))
         for count in (1, MAX_CANDIDATES):
             score = scorer.score(history, samples.candidates(sample, count))[0]
             difference = max(difference, float((score - probability).abs().max()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -13,10 +13,20 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
+from dlrm_fused.models.history import HistoryDLRM
+from dlrm_fused.models.hstu import build_hstu
 from dlrm_fused.models.product_choice import fused_product
-from dlrm_fused.models.transformer import HistoryTransformer, build_transformer
+from dlrm_fused.models.tensor_parallel import LayerProducts
+from dlrm_fused.models.transformer import build_transformer
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.checkpoint import LocalShards, State, of_dense, restore_tensors
+
+# Kinds of models that encode histories, and what builds them with such products of layers.
+BUILDERS: Mapping[ModelKind, Callable[[Config, DatasetSchema, LayerProducts], HistoryDLRM]] = {
+    ModelKind.transformer: build_transformer,
+    ModelKind.hstu: build_hstu,
+}
+KINDS = " and ".join(f"model.kind={kind.name}" for kind in BUILDERS)
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,11 @@ class OnlineModel:
         all-reduce; otherwise they are one operator. With ``training.precision=bf16`` all weights are bf16, otherwise fp32.
 
         Raises:
-            ConfigError: if the model is no Transformer, or does not go with the data set or the ranks.
+            ConfigError: if the model reads no histories, or does not go with the data set or the ranks.
             UsageError: with ``comm_strict``, if ranks cannot reach each other's memory.
         """
-        if config.model.kind is not ModelKind.transformer:
-            raise ConfigError(f"model.kind={config.model.kind.name}: online scoring is for model.kind=transformer")
+        if config.model.kind not in BUILDERS:
+            raise ConfigError(f"model.kind={config.model.kind.name}: online scoring is for {KINDS}")
         if config.model.experts.count:
             raise ConfigError(
                 f"model.experts.count={config.model.experts.count}: online scoring is for models without experts: 0"
@@ -54,7 +64,7 @@ class OnlineModel:
         product = fused_product(config, group, device, "online scoring", columns, max(schema.history_length, MAX_CANDIDATES))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # on all ranks alike
-            model = build_transformer(config, schema, product)
+            model = BUILDERS[config.model.kind](config, schema, product)
         tables = ShardedTables({feature.name: feature.rows for feature in schema.tables}, dims, group, dtype, device)
         for _, rows in tables.local_shards().values():
             rows.uniform_(-1, 1)
@@ -63,7 +73,7 @@ class OnlineModel:
         for part in parts.values():
             part.to(device, dtype)
         scorer = OnlineScorer(
-            cast(HistoryTransformer, model.transformer),
+            model.transformer,
             model.dense_arch,
             model.over_arch,
             tables,

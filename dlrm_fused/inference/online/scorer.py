@@ -4,14 +4,15 @@
     history = scorer.encode(interactions)  # keep it for as long as the user has no new interaction
     probabilities = scorer.score(history, candidates)
 
-The Transformer's weights are sharded over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same
+The encoder's weights are sharded over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same
 calls with the same inputs, and get the same results; a server may take requests at rank 0 and broadcast them.
 
 A request computes only what depends on its candidates: m rows go through the layers, each attends to the history's kept keys
 and values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that
 they hold, and the sum over ranks is the product's. On GPUs a request is one CUDA graph, from the copy of its ids to the device
 to that of its probabilities back; there is one for each number of candidates that is a power of two. A history is encoded by
-one for its padded length. When weights were replaced or have moved, the graphs are made again.
+one for its padded length. When weights were replaced or have moved, the graphs are made again. HSTU's requests and histories
+are computed without graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,15 +33,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.compat.torch import is_rocm, modules_of, tensors_of
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, Captures, Generation, GraphRecorder
 from dlrm_fused.errors import UsageError
-from dlrm_fused.inference.online.cached_attention import cached_attention, reference
+from dlrm_fused.inference.online.block_attention import (
+    BlockAttention,
+    History,
+    HstuAttention,
+    Kept,
+    TransformerAttention,
+)
 from dlrm_fused.inference.online.encodings import Encodings, padded_length, positions_of
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.lasting import lasting
-from dlrm_fused.models.history import HistoryOverArch
+from dlrm_fused.models.history import HistoryEncoder, HistoryOverArch
+from dlrm_fused.models.hstu import Hstu
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
-from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.launches import next_power_of_2
 
 MAX_CANDIDATES = 64
@@ -54,26 +60,13 @@ class Candidates:
         dense: [m, dense features] float32.
         sparse: the sample features, of stride m.
         tokens: the token features of the candidates, of stride m; bags may be empty, as those of the response are.
+        times: int64 [m], seconds since 1970, for a model that reads times.
     """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     tokens: KeyedJaggedTensor
-
-
-@dataclass(frozen=True)
-class History:
-    """The encoded history of a user. Made by :meth:`OnlineScorer.encode`, for that scorer.
-
-    Attributes:
-        cache: [layers, 2, heads / ranks, n, d_head], keys and values of this rank's heads.
-    """
-
-    cache: Tensor
-
-    def __len__(self) -> int:
-        """Return n, the number of interactions."""
-        return self.cache.shape[3]
+    times: Tensor | None = None
 
 
 class _Inputs(NamedTuple):
@@ -81,6 +74,7 @@ class _Inputs(NamedTuple):
 
     cache: Tensor  # int64 [2], address and length of the history's cache
     rows: Tensor  # int64 [m, token features + sample features, ids of a bag], rows of the tables
+    times: Tensor  # int64 [m]
     dense: Tensor  # float32 [m, dense features]
 
 
@@ -88,9 +82,9 @@ class OnlineScorer:
     """Scores candidates against encoded histories.
 
     Args:
-        transformer: with all other modules and the tables on one device, in one dtype. The workspace of its product, if there
-            is one, must have room for 64 rows, and for the columns of all sample features if their tables were as wide as the
-            widest table.
+        transformer: the encoder. All modules and the tables are on one device, in one dtype. The workspace of its product, if
+            there is one, must have room for 64 rows, and for the columns of all sample features if their tables were as wide as
+            the widest table.
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.
@@ -102,7 +96,7 @@ class OnlineScorer:
     @lasting
     def __init__(
         self,
-        transformer: HistoryTransformer,
+        transformer: HistoryEncoder[Any],
         dense_arch: DenseArch,
         over_arch: HistoryOverArch,
         tables: ShardedTables,
@@ -131,10 +125,13 @@ class OnlineScorer:
             transformer.heads // group_size(self._product.group),
             transformer.d_model // transformer.heads,
         )
+        is_hstu = isinstance(transformer, Hstu)
+        self._attention: BlockAttention[Any] = HstuAttention() if is_hstu else TransformerAttention(transformer.history_length)
         self._buckets: Captures[_Bucket] = Captures(MAX_CANDIDATES.bit_length())
         self._encodings: Encodings | None = None
         workspace = self._product.workspace
-        if self._device.type == "cuda" and (workspace is None or not workspace.group.hosts.are_many):
+        captures = self._device.type == "cuda" and self._attention.can_be_captured
+        if captures and (workspace is None or not workspace.group.hosts.are_many):
             layers, both, heads, width = self._cache_shape
             shape = len(self._token_features), ids_per_bag
             cache_shape = layers, both, heads, transformer.history_length, width
@@ -142,41 +139,53 @@ class OnlineScorer:
         self._branch = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @torch.no_grad()
-    def encode(self, interactions: KeyedJaggedTensor) -> History:
+    def encode(self, interactions: KeyedJaggedTensor, times: Tensor | None = None) -> History:
         """Encode a history. Collective: the same on all ranks.
 
         Args:
             interactions: the token features of n past interactions, oldest first, of stride n; on the CPU.
+            times: int64 [n], seconds since 1970 of each, for a model that reads times.
 
         Raises:
-            UsageError: if there are more than the model's ``history_length``, or as :meth:`ShardedTables.local_rows` does.
+            UsageError: if there are more than the model's ``history_length``, if their times are missing, or as
+                :meth:`ShardedTables.local_rows` does.
         """
         model, count = self._transformer, interactions.stride()
         if count > model.history_length:
             raise UsageError(f"a history of {count} interactions; the model takes history_length={model.history_length}")
         rows = torch.from_numpy(self._tables.local_rows(interactions, self._token_features, self._ids_per_bag))
         cache = torch.empty(*self._cache_shape[:3], count, self._cache_shape[3], dtype=self._dtype, device=self._device)
+        times = self._times(times, count, "interactions")
+        history = History(cache, None if times is None else times.to(self._device))
         if count == 0:
-            return History(cache)
+            return history
         self._begin_call()
         if self._encodings is None or not self._encodings.fill(rows, cache, self._fill, self._weights):
-            self._fill(rows.to(self._device), positions_of(count).to(self._device), cache)
+            self._fill(rows.to(self._device), positions_of(count).to(self._device), cache, history.times)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._raise_fault()
-        return History(cache)
+        return history
 
-    def _fill(self, rows: Tensor, positions: Tensor, cache: Tensor) -> None:
+    def _times(self, times: Tensor | None, count: int, what: str) -> Tensor | None:
+        """Return the times that the model reads; None if it reads none."""
+        if not self._transformer.reads_times:
+            return None
+        if times is None or list(times.shape) != [count] or times.dtype != torch.int64:
+            given = "none" if times is None else f"{times.dtype} {list(times.shape)}"
+            raise UsageError(f"times of {count} {what}: {given}; the model reads them: seconds since 1970, int64 [{count}]")
+        return times
+
+    def _fill(self, rows: Tensor, positions: Tensor, cache: Tensor, times: Tensor | None = None) -> None:
         """Fill the cache [layers, 2, heads / ranks, n, d_head] of rows [n, token features, ids], with positions [n]."""
         model = self._transformer
         stages = model.stages()
         x, normed = self._enter(self._look_up(rows), model.positions[positions])
         for layer, (block, next_norm) in enumerate(stages):
-            queries, keys, values = block.project(normed).permute(2, 1, 0, 3)
-            cache[layer, 0], cache[layer, 1] = keys, values
+            projected = block.project(normed)
+            cache[layer] = projected[:, :, 1:3].permute(2, 1, 0, 3)
             if layer + 1 < len(stages):  # candidates see only keys and values of the last layer
-                attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], is_causal=True)
-                x, normed = block.finish(attended[0].transpose(0, 1), x, next_norm)
+                x, normed = block.finish(self._attention.of_history(block, projected, times), x, next_norm)
 
     @torch.no_grad()
     def score(self, history: History, candidates: Candidates) -> Tensor:
@@ -189,7 +198,8 @@ class OnlineScorer:
             [m] float32 probabilities, or [m, L] of several labels, on the CPU.
 
         Raises:
-            UsageError: for another number of candidates or of dense features, or as :meth:`ShardedTables.local_rows` does.
+            UsageError: for another number of candidates or of dense features, without times that the model reads, or as
+                :meth:`ShardedTables.local_rows` does.
             CommunicationError: if a peer is lost.
         """
         count = candidates.dense.shape[0]
@@ -202,6 +212,7 @@ class OnlineScorer:
             raise UsageError(f"dense has {candidates.dense.shape[1]} features, the model takes {self._dense_features}")
         if (*history.cache.shape[:3], history.cache.shape[4]) != self._cache_shape or history.cache.dtype != self._dtype:
             raise UsageError(f"the history's cache is {history.cache.dtype} {list(history.cache.shape)}: another scorer's")
+        times = self._times(candidates.times, count, "candidates")
         tokens = self._tables.local_rows(candidates.tokens, self._token_features, self._ids_per_bag)
         sparse = self._tables.local_rows(candidates.sparse, self._sparse_features, self._ids_per_bag)
         bucket = self._bucket(count)
@@ -212,8 +223,10 @@ class OnlineScorer:
         rows[:count, : tokens.shape[1]] = tokens
         rows[:count, tokens.shape[1] :] = sparse
         inputs.dense[:count] = candidates.dense
+        if times is not None:
+            inputs.times[:count] = times
         if bucket.graph is None:
-            probabilities = self._probabilities(inputs, history)
+            probabilities = self._probabilities(bucket.inputs_on_device(), history).cpu()
         else:
             bucket.graph.replay()
             if self._product.workspace is not None:
@@ -255,7 +268,8 @@ class OnlineScorer:
         bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
         bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
         workspace = self._product.workspace
-        if self._device.type == "cuda" and (workspace is None or workspace.group.calls_can_be_captured):
+        captures = self._device.type == "cuda" and self._attention.can_be_captured
+        if captures and (workspace is None or workspace.group.calls_can_be_captured):
             if not self._buckets:
                 weights = self._weights()
                 weights.hold()
@@ -275,18 +289,14 @@ class OnlineScorer:
             inputs: on the device.
             history: the history that ``inputs.cache`` points to; not needed where kernels read that.
         """
-        model, over = self._transformer, self._over_arch
+        model, over, kept = self._transformer, self._over_arch, Kept(history, inputs.cache, inputs.times)
         pooled, tokens = self._look_up(inputs.rows), len(self._token_features)
         sparse = _select(self._sum_over_ranks(pooled[:, tokens:]), self._sparse_columns)
         with self._beside():
             interactions = over.interaction(self._dense_arch(inputs.dense.to(self._dtype)), sparse)
         x, normed = self._enter(pooled[:, :tokens], model.positions[:1].expand(len(pooled), -1))
         for layer, (block, next_norm) in enumerate(model.stages()):
-            projected = block.project(normed)
-            if uses_kernels(self._device):
-                attended = cached_attention(projected, inputs.cache, layer, model.history_length)
-            else:
-                attended = reference(projected, *cast(History, history).cache[layer])
+            attended = self._attention.of_candidates(block, block.project(normed), kept, layer)
             x, normed = block.finish(attended, x, next_norm)
         self._join()
         logits: Tensor = over.over(torch.cat((interactions, normed), dim=1))
@@ -357,7 +367,7 @@ def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_wid
                 f"weights are {parameter.dtype} on {parameter.device}, the tables {tables.rows.dtype} on {tables.rows.device}: "
                 "they must be equal"
             )
-    transformer = cast(HistoryTransformer, modules[0])
+    transformer = cast(HistoryEncoder[Any], modules[0])
     workspace = transformer.product.workspace
     if workspace is None:
         return
@@ -380,18 +390,20 @@ class _Bucket:
     def __init__(self, shape: tuple[int, int, int], dense_features: int, labels: int, device: torch.device) -> None:
         self._shape, self._dense_features, self._labels, self._device = shape, dense_features, labels, device
         is_cuda = device.type == "cuda"
-        size = 16 + 8 * math.prod(shape) + 4 * shape[0] * dense_features
+        size = 16 + 8 * math.prod(shape) + 8 * shape[0] + 4 * shape[0] * dense_features
         self._block = torch.zeros(size, dtype=torch.uint8, pin_memory=is_cuda)
         self.inputs = self._views(self._block)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _views(self, block: Tensor) -> _Inputs:
-        dense_begin = 16 + 8 * math.prod(self._shape)
-        return _Inputs(
-            block[:16].view(torch.int64),
-            block[16:dense_begin].view(torch.int64).view(self._shape),
-            block[dense_begin:].view(torch.float32).view(self._shape[0], self._dense_features),
-        )
+        rows, dense = self._shape[0], (self._shape[0], self._dense_features)
+        *numbers, of_dense = block.split([16, 8 * math.prod(self._shape), 8 * rows, 4 * math.prod(dense)])
+        cache, ids, times = (part.view(torch.int64) for part in numbers)
+        return _Inputs(cache, ids.view(self._shape), times, of_dense.view(torch.float32).view(dense))
+
+    def inputs_on_device(self) -> _Inputs:
+        """Return the inputs of a request that is computed without a graph."""
+        return self._views(self._block.to(self._device))
 
     def capture(self, compute: Callable[[_Inputs], Tensor]) -> None:
         """Capture the graph of a request: inputs to the device, ``compute``, probabilities back. Collective."""
