@@ -35,8 +35,8 @@ Prints a table and writes ``eval.json`` into the run's folder. Any number of pro
 with: ``torchrun --standalone --nproc-per-node=2 -- eval.py --run ...`` (without ``--``, torchrun takes ``--run`` for one of its
 own options). ``key=value`` overrides such as ``embedding.sharding=row_wise`` change how the run is evaluated.
 
-``--online`` scores requests of one user and 1 to 64 candidates instead, against kept histories (``model.kind=transformer``, ``hstu``); it
-prints how far the scores are from those of the full model, and writes ``online.json``.
+``--online`` scores requests of one user and 1 to 64 candidates instead, against kept histories (``model.kind=transformer`` and
+``hstu``); it prints how far the scores are from those of the full model, and writes ``online.json``.
 """
 
 EXPORT = """\
