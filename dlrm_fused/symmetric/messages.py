@@ -15,11 +15,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 logger = logging.getLogger("dlrm_fused")
+
+T = TypeVar("T")
 
 # The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
@@ -140,6 +142,7 @@ class NcclLink(Link):
         )
         # The thread must not wait where another one waits for a key.
         self._late = dist.PrefixStore(f"dlrm_fused late {name}", own_connection(store))
+        self._asking: threading.Thread | None = None
         self._gone: LateRankError | None = None
         peer_monitor.on_gone(self._end)
         self._watched: queue.SimpleQueue[tuple[torch.cuda.Event, float] | None] = queue.SimpleQueue()
@@ -207,25 +210,45 @@ class NcclLink(Link):
                 return LateRankError(self._late_rank(), Why.is_late)
             if now > ask_at:
                 ask_at = now + _ASK_SECONDS
-                self._answer()
+                self._ask_store(self._answer, _LOOK_SECONDS)
         return self._gone  # which has aborted it
+
+    def _ask_store(self, ask: Callable[[], T], seconds: float) -> T | None:
+        """Return what the store says; None if it does not within that time.
+
+        A store whose process is stopped never answers, whatever its time limit; one whose process has ended raises.
+        """
+        if self._asking is not None and self._asking.is_alive():
+            return None
+        answers: list[T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                answers.append(ask())
+
+        self._asking = threading.Thread(target=run, name="dlrm_fused late", daemon=True)
+        self._asking.start()
+        self._asking.join(seconds)
+        return answers[0] if answers else None
 
     def _answer(self) -> None:
         """Say that this rank waits, too, if another one asks."""
-        with suppress(RuntimeError):  # the store may be gone, with the process that had it
-            if self._late.check(["asked"]):
-                self._late.set(f"{self._rank} waits", "")
+        if self._late.check(["asked"]):
+            self._late.set(f"{self._rank} waits", "")
 
     def _late_rank(self) -> int:
         """Return the first rank that does not say that it waits for an exchange, too; the next rank if all do, in different
-        ones."""
+        ones. If the store says nothing, it is rank 0, on whose host the store is, or rank 1 where this one is rank 0."""
         others = [(self._rank + shift) % self._size for shift in range(1, self._size)]
-        with suppress(RuntimeError):  # as above
+
+        def silent_rank() -> int:
             self._late.set(f"{self._rank} waits", "")
             self._late.set("asked", "")
             time.sleep(2 * _ASK_SECONDS)
             return next((rank for rank in others if not self._late.check([f"{rank} waits"])), others[0])
-        return others[0]
+
+        silent = self._ask_store(silent_rank, 4 * _ASK_SECONDS)
+        return int(self._rank == 0) if silent is None else silent
 
 
 class _NcclExchange(Exchange):

@@ -169,6 +169,24 @@ def test_a_rank_is_named_although_the_store_is_gone(links: list[NcclLink], monke
     assert (failure.rank, failure.why) == (1, Why.is_late)
 
 
+def test_a_rank_is_named_although_the_store_never_answers(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the process that has it is stopped: torch's time limit does not end such a wait."""
+    answers = threading.Event()
+
+    def wait(*_: object) -> None:
+        answers.wait(60.0)
+
+    monkeypatch.setattr("tests.symmetric.test_nccl_messages.TIMEOUT_SECONDS", 3 * ASK_SECONDS)
+    began = time.monotonic()
+    for link in links:
+        monkeypatch.setattr(link, "_late", SimpleNamespace(check=wait, set=lambda *_: None))
+        begin(link, monkeypatch)
+    failures = [failure_of(link) for link in links]
+    assert [(failure.rank, failure.why) for failure in failures] == [(1, Why.is_late), (0, Why.is_late), (0, Why.is_late)]
+    assert time.monotonic() - began < 5.0
+    answers.set()
+
+
 def test_an_error_of_the_device_ends_all_messages(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
