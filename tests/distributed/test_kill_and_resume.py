@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dlrm_fused.training.checkpoint import CheckpointFolder
 from tests.distributed.killing import (
-    DEADLINE_SECONDS,
     Attempt,
     assert_checkpoints_are_complete,
     assert_same_outcome,
@@ -25,50 +19,11 @@ from tests.distributed.killing import (
     unfinished,
     wait_for,
 )
-from tests.distributed.launch import SMALL, metrics, small_config, start_training, summary, train
+from tests.distributed.launch import metrics, small_config, start_training, summary, train
+from tests.distributed.launched import TORCHRUN, Launched
 
-ROOT = Path(__file__).parents[2]
 STEPS = 60
 SETTINGS = (f"training.max_steps={STEPS}", "checkpoint.every_steps=5", "evaluation.every_steps=13")
-
-
-class Torchrun:
-    """``torchrun ... train.py`` with 2 ranks, as a user starts it."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        config = folder / "small.yaml"
-        config.write_text(json.dumps(SMALL))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
-        self._log = (folder / "log.txt").open("a+")
-        self.process = psutil.Popen(
-            [*launcher, "train.py", "--config", str(config), f"output_dir={folder}", *SETTINGS],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def worker(self, rank: int) -> psutil.Process:
-        return next(p for p in self.process.children(recursive=True) if p.environ().get("RANK") == str(rank))
-
-    def kill(self) -> None:
-        """SIGKILL to the launcher and its workers."""
-        tree = [self.process, *self.process.children(recursive=True)]
-        for process in tree:
-            process.kill()
-        psutil.wait_procs(tree)
-
-    def wait(self) -> str:
-        """Wait for the end, which must be a success; returns what was printed."""
-        status = self.process.wait(DEADLINE_SECONDS)
-        self._log.seek(0)
-        log = self._log.read()
-        assert status == 0, log
-        return log
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +55,9 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted, nu
     """
     config = small_config(tmp_path, *SETTINGS)
     run = config.run_dir
-    start: Callable[[], Attempt] = (lambda: Torchrun(tmp_path)) if number < 2 else (lambda: start_training(config, 2))
+    start: Callable[[], Attempt] = (
+        (lambda: Launched(tmp_path, TORCHRUN, *SETTINGS)) if number < 2 else (lambda: start_training(config, 2))
+    )
     seed = random.Random(number)
 
     step, delay = seed.randint(0, STEPS // 2), seed.uniform(0, 0.05)
@@ -150,9 +107,9 @@ def test_a_finished_run_is_left_alone(tmp_path, uninterrupted):
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path, uninterrupted):
     run = tmp_path / "run"
-    attempt = Torchrun(tmp_path, "--max-restarts=1")
+    attempt = Launched(tmp_path, (*TORCHRUN, "--max-restarts=1"), *SETTINGS)
     wait_for(lambda: last_step(run) >= 25, attempt)
-    attempt.worker(rank=1).kill()
-    log = attempt.wait()
-    assert "continuing" in log
+    next(rank for rank in attempt.ranks() if rank.environ()["RANK"] == "1").kill()
+    assert attempt.wait() == 0
+    assert "continuing" in attempt.log.read_text()
     assert_same_outcome(run, uninterrupted)
