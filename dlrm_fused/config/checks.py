@@ -50,9 +50,12 @@ def _data(config: Config) -> Iterator[_Check]:
         yield data.labels == DataConfig().labels, "data.labels", allowed
         yield not data.sample_weight, "data.sample_weight", allowed
         yield not data.sample_time, "data.sample_time", allowed
+    is_other = data.sample_time not in (*data.labels, data.sample_weight) or not data.sample_time
+    yield is_other, "data.sample_time", "another column than labels and weights"
     has_times = data.source is DataSource.prepared or bool(data.sample_time) or data.windows is Windows.none
     allowed = "none, but with prepared data that hold times, or data.source=parquet whose column of times is data.sample_time"
-    yield has_times, "data.windows", f"{allowed}; to evaluate or export a run of windows, add data.windows=none"
+    others = "data.windows=none, and with files that have no times data.sample_time=''"
+    yield has_times, "data.windows", f"{allowed}; to evaluate or export a run of windows on other data, add {others}"
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
         fits = len(values) in (1, synthetic.tables) and all(v >= 1 for v in values)

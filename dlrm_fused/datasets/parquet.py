@@ -19,6 +19,7 @@ from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.data_settings import rows_of_tables
 from dlrm_fused.datasets.parquet_files import (
     DecodedRowGroup,
+    NamedColumns,
     RowGroup,
     check_same_columns,
     decode,
@@ -67,11 +68,9 @@ class ParquetDataset:
         groups, schema = next(iter(opened.values()))
         for others, other_schema in opened.values():
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
-        self._sample_weight, self._sample_time = config.data.sample_weight, config.data.sample_time
-        self.stored_schema = stored = schema_of(
-            schema, groups, config.data.labels, self._sample_weight, self._sample_time, config.embedding.rows
-        )
-        self.has_dense = bool(dense_columns(stored, schema.names, self._sample_weight))
+        self._named, self._columns = NamedColumns.of(config), schema.names
+        self.stored_schema = stored = schema_of(schema, groups, self._named, config.embedding.rows)
+        self.has_dense = bool(dense_columns(stored, schema.names, self._named))
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
         self._jagged = [feature.name for feature in stored.sparse_features if feature.jagged]
         pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")
@@ -93,24 +92,31 @@ class ParquetDataset:
         """Read when each sample of a split happened: int64 [samples], microseconds since 1970.
 
         Raises:
-            DataError: if rows of training are not in the order of time, or as :func:`read_times` does.
+            DataError: if there are none, rows of training are not in the order of time, or as :func:`read_times` does.
         """
-        of_split = self._groups(split)
-        times = read_times(of_split.groups, self._sample_time)
+        of_split, column = self._groups(split), self._named.time
+        if column not in self._columns:
+            raise DataError(
+                f"{of_split.groups[0].path}: column {column}, of data.sample_time, is missing; its columns are "
+                f"{', '.join(self._columns)}"
+            )
+        times = read_times(of_split.groups, column)
         earlier = 1 + np.flatnonzero(times[1:] < times[:-1])
         if split is Split.train and earlier.size:
             number = int(np.searchsorted(of_split.starts, earlier[0], side="right")) - 1
             raise DataError(
-                f"{of_split.groups[number]}: row {earlier[0] - of_split.starts[number]} has an earlier {self._sample_time} "
+                f"{of_split.groups[number]}: row {earlier[0] - of_split.starts[number]} has an earlier {column} "
                 "than the one before; for data.windows sort the split by it, over all files in the order of their names"
             )
         return times
 
     def window_order(self, config: Config, first: int, samples: int) -> RowGroupOrder:
         """Return an order of a part of the training split; see :class:`~dlrm_fused.datasets.dataset.KnowsTimes`."""
-        parts = np.diff(self._groups(Split.train).starts.clip(first, first + samples))
+        starts = self._groups(Split.train).starts
+        parts = np.diff(starts.clip(first, first + samples))
         batch_size, window_rows = config.training.global_batch_size, config.data.shuffle_window_rows
-        return RowGroupOrder(parts[parts > 0].tolist(), batch_size, window_rows, config.seed)
+        largest = int(np.diff(starts)[parts > 0].max())  # which is read as a whole
+        return RowGroupOrder(parts[parts > 0].tolist(), batch_size, window_rows, config.seed, largest)
 
     def read_ahead(self, split: Split, rows: Tensor) -> None:
         self._groups(split).request(rows.numpy())
@@ -160,7 +166,7 @@ class ParquetDataset:
 
     def _decode(self, group: RowGroup) -> DecodedRowGroup:
         table_rows = [feature.rows for feature in self.schema.sparse_features]
-        return decode(group, self.stored_schema, self._sample_weight, table_rows)
+        return decode(group, self.stored_schema, self._named, table_rows)
 
 
 class RowGroupCache(Generic[_Content]):

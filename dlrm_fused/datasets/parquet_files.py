@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dlrm_fused.config import Config
 from dlrm_fused.datasets.feature_names import check_names
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
@@ -44,6 +45,24 @@ class RowGroup:
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.number}"
+
+
+@dataclass(frozen=True)
+class NamedColumns:
+    """The columns of files that the config names, and which are no features.
+
+    Attributes:
+        labels: one or more.
+        weight, time: of samples; empty where they have none.
+    """
+
+    labels: tuple[str, ...]
+    weight: str
+    time: str
+
+    @staticmethod
+    def of(config: Config) -> NamedColumns:
+        return NamedColumns(tuple(config.data.labels), config.data.sample_weight, config.data.sample_time)
 
 
 @dataclass(frozen=True)
@@ -128,18 +147,11 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
 
 
 def schema_of(
-    columns: pa.Schema,
-    groups: Sequence[RowGroup],
-    labels: Sequence[str],
-    sample_weight: str,
-    sample_time: str,
-    embedding_rows: Sequence[int],
+    columns: pa.Schema, groups: Sequence[RowGroup], named: NamedColumns, embedding_rows: Sequence[int]
 ) -> DatasetSchema:
     """Return the features that the columns of the row groups are.
 
     Args:
-        sample_weight: the column of weights; empty where samples have none.
-        sample_time: that of times, likewise.
         embedding_rows: of the tables of sparse features, unless the files state those of all.
 
     Raises:
@@ -149,18 +161,17 @@ def schema_of(
     """
     path = groups[0].path
     check_names(columns.names, f"{path}: column", "rename it")
-    named = [*labels, *([sample_weight] if sample_weight else [])]
     dense, sparse, jagged = [], [], set()
     for field in columns:
         kind = field.type
         if columns.names.count(field.name) > 1:
             raise DataError(f"{path}: several columns are named {field.name}; rename them")
-        if field.name == sample_time:
-            if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        if field.name == named.time:
+            if not _is_time(kind):
                 raise DataError(f"{path}: column {field.name} is {kind}, allowed: timestamps or dates; {_REMEDY}")
-        elif field.name in named:
+        elif field.name in (*named.labels, named.weight):
             if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-                allowed = "numbers, 0 or more" if field.name == sample_weight else "numbers or bool, all 0 or 1"
+                allowed = "numbers, 0 or more" if field.name == named.weight else "numbers or bool, all 0 or 1"
                 raise DataError(f"{path}: column {field.name} is {kind}, allowed: {allowed}; {_REMEDY}")
         elif pa.types.is_floating(kind):
             dense.append(field.name)
@@ -174,9 +185,9 @@ def schema_of(
                 f"{path}: column {field.name} is {kind}, allowed: floating-point numbers (a dense feature), whole numbers or "
                 "lists of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table"
                 + f"; if it says when samples happened, set data.sample_time={field.name}"
-                * pa.types.is_temporal(kind)
+                * _is_time(kind)
             )
-    _check_there(columns, path, labels, sample_weight, sample_time, bool(sparse))
+    _check_there(columns, path, named, bool(sparse))
     rows = [int(stated) for name in sparse if (stated := _stated(columns, name, ROWS))]
     rows = rows if len(rows) == len(sparse) else list(embedding_rows)
     if len(rows) != len(sparse):
@@ -188,21 +199,23 @@ def schema_of(
         SparseFeature(name, count, _pooling_factor(columns, groups[0].footer, name) if name in jagged else 1.0, name in jagged)
         for name, count in zip(sparse, rows, strict=True)
     )
-    return DatasetSchema(tuple(dense) or (CONSTANT,), tuple(features), labels=tuple(labels), has_weights=bool(sample_weight))
+    return DatasetSchema(tuple(dense) or (CONSTANT,), tuple(features), labels=named.labels, has_weights=bool(named.weight))
 
 
-def _check_there(
-    columns: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str, sample_time: str, has_sparse: bool
-) -> None:
-    named = [*(("labels", name) for name in labels), ("sample_weight", sample_weight), ("sample_time", sample_time)]
+def _is_time(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(kind) or pa.types.is_date(kind))
+
+
+def _check_there(columns: pa.Schema, path: Path, named: NamedColumns, has_sparse: bool) -> None:
+    keys = {**dict.fromkeys(named.labels, "labels"), **({named.weight: "sample_weight"} if named.weight else {})}
     for name, there in {
-        **{f"column {name}, of data.{key}, is": name in columns.names for key, name in named if name},
+        **{f"column {name}, of data.{key}, is": name in columns.names for name, key in keys.items()},
         "a column of whole numbers, for a sparse feature, is": has_sparse,
     }.items():
         if not there:
             raise DataError(f"{path}: {name} missing; its columns are {', '.join(columns.names)}")
     for field in columns:
-        if IS_WEIGHT in (field.metadata or {}) and field.name != sample_weight:
+        if IS_WEIGHT in (field.metadata or {}) and field.name != named.weight:
             raise DataError(f"{path}: column {field.name} holds weights of samples; set data.sample_weight={field.name}")
 
 
@@ -222,12 +235,12 @@ def _stated(columns: pa.Schema, feature: str, key: bytes) -> float | None:
     return number
 
 
-def dense_columns(schema: DatasetSchema, columns: Collection[str], sample_weight: str) -> tuple[str, ...]:
+def dense_columns(schema: DatasetSchema, columns: Collection[str], named: NamedColumns) -> tuple[str, ...]:
     """Return the dense features that files with these columns have; none where the only one is the constant.
 
-    Labels, weights or ids may have the constant's name.
+    Labels, weights, times or ids may have the constant's name.
     """
-    others = {*schema.labels, sample_weight, *(feature.name for feature in schema.sparse_features)}
+    others = {*named.labels, named.weight, named.time, *(feature.name for feature in schema.sparse_features)}
     return tuple(name for name in schema.dense_features if name in columns and name not in others)
 
 
@@ -245,22 +258,25 @@ def read_times(groups: Sequence[RowGroup], column: str) -> NDArray[np.int64]:
     """Read a column of timestamps or dates: int64 [rows of all groups], microseconds since 1970; without a zone they are UTC.
 
     Raises:
-        DataError: if a file is damaged, or a time is missing.
+        DataError: if a file is damaged, or a time is missing or not within 292,000 years of 1970.
     """
-    return np.concatenate([_microseconds(_array(_read(group, [column]), column, group)) for group in groups])
+    return np.concatenate([_microseconds(group, column) for group in groups])
 
 
-def _microseconds(times: pa.Array) -> NDArray[np.int64]:
-    zone = getattr(times.type, "tz", None)
-    return pc.cast(times, pa.timestamp("us", zone), safe=False).cast(pa.int64()).to_numpy()
+def _microseconds(group: RowGroup, column: str) -> NDArray[np.int64]:
+    times = _array(_read(group, [column]), column, group)
+    to = pc.CastOptions(pa.timestamp("us", getattr(times.type, "tz", None)), allow_time_truncate=True)
+    try:
+        return np.asarray(pc.cast(times, options=to).cast(pa.int64()).to_numpy())
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{group}: column {column}: {error}; {_REMEDY}") from None
 
 
-def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_rows: Sequence[int]) -> DecodedRowGroup:
+def decode(group: RowGroup, schema: DatasetSchema, named: NamedColumns, table_rows: Sequence[int]) -> DecodedRowGroup:
     """Read a row group on the calling thread.
 
     Args:
         schema: of the files; ids must be in [0, ``rows``) of their feature.
-        sample_weight: the column of weights, if the schema has them.
         table_rows: of each sparse feature; ids are taken modulo them.
 
     Raises:
@@ -269,7 +285,7 @@ def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_row
     """
     table = _read(group)
     dense = np.ones((table.num_rows, len(schema.dense_features)), np.float32)  # ones without a dense feature
-    for number, name in enumerate(dense_columns(schema, table.column_names, sample_weight)):
+    for number, name in enumerate(dense_columns(schema, table.column_names, named)):
         dense[:, number] = _floats(table, name, group)
     check_finite(dense, schema.dense_features, str(group), _REMEDY)
     single = np.empty((table.num_rows, sum(not feature.jagged for feature in schema.sparse_features)), np.int32)
@@ -286,8 +302,8 @@ def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_row
     labels = np.stack([_label(table, name, group) for name in schema.labels], axis=1)
     weights = None
     if schema.has_weights:
-        weights = _floats(table, sample_weight, group)
-        check_weights(weights, f"{group}, column {sample_weight}", _REMEDY)
+        weights = _floats(table, named.weight, group)
+        check_weights(weights, f"{group}, column {named.weight}", _REMEDY)
     return DecodedRowGroup(labels.reshape(-1, *labels_shape(schema.labels)), dense, single, jagged, weights)
 
 

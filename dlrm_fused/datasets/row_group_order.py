@@ -32,23 +32,26 @@ class RowGroupOrder:
     Args:
         group_rows: rows of each row group; row groups are numbered as they lie in the files, and their rows in turn.
         window_rows: rows of row groups that are open at the same time, over all ranks; 0 keeps the order of the files.
+        largest: rows of the largest row group, where ``group_rows`` are of parts.
     """
 
-    def __init__(self, group_rows: Sequence[int], batch_size: int, window_rows: int, seed: int) -> None:
+    def __init__(
+        self, group_rows: Sequence[int], batch_size: int, window_rows: int, seed: int, largest: int | None = None
+    ) -> None:
         self._sizes = np.array(group_rows, np.int64)
         self._starts = np.concatenate([[0], self._sizes.cumsum()])
         self._batch = batch_size
         self._shuffled = window_rows > 0
         self._seed = seed
-        lanes = self._count_lanes(window_rows)
+        lanes = self._count_lanes(window_rows, largest or int(self._sizes.max()))
         self._lane_starts = batch_size * np.arange(lanes + 1) // lanes  # in a batch
         self._batches = int(self._starts[-1]) // batch_size
         # The orders of whole epochs and row groups are made once rather than for every batch.
         self._sequence = lru_cache(maxsize=2)(self._make_sequence)
         self._permutation = lru_cache(maxsize=2 * lanes)(self._make_permutation)
 
-    def _count_lanes(self, window_rows: int) -> int:
-        most = min(window_rows // int(self._sizes.max()), self._sizes.size, self._batch // _SAMPLES_OF_LANE)
+    def _count_lanes(self, window_rows: int, largest: int) -> int:
+        most = min(window_rows // largest, self._sizes.size, self._batch // _SAMPLES_OF_LANE)
         return 1 << (most.bit_length() - 1) if most else 1
 
     @property

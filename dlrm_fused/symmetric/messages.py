@@ -180,7 +180,8 @@ class NcclLink(Link):
     def _end(self, rank: int) -> None:
         """A rank is gone. Whether it is waited for, or has left in good order at the end, the thread knows."""
         self._gone = self._gone or LateRankError(rank, Why.is_gone)
-        self._nccl.abort()
+        # Not here: the driver may hold it back until kernels have ended that wait for what the monitor tells next.
+        threading.Thread(target=self._nccl.abort, name="dlrm_fused abort", daemon=True).start()
 
     def _watch_all(self) -> None:
         if self._on_gpu:

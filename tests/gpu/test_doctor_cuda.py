@@ -56,8 +56,8 @@ def test_it_says_what_fused_operators_take_and_how_fast_the_link_is(
     assert report["operators"]["embedding + All-to-All"] == transport
     (measured,) = report["measurements"]
     assert (measured["ranks"], measured["backend"]) == ([0, 1], "nccl")
-    # NVLink carries 450 GB/s, and a hundredth of that where ten tests take turns on the GPUs.
-    assert 0.1 < measured["gb_per_s"] < 450
+    # NVLink carries hundreds of GB/s, and less than one where ten tests take turns on the GPUs.
+    assert measured["gb_per_s"] > 0.1
 
 
 def hide_all_gpus() -> None:

@@ -205,6 +205,7 @@ def without_times(scorer: OnlineScorer) -> list[str]:
         lambda: scorer.encode(requests.history(0), requests.history_times[0].float()),
         lambda: scorer.score(history, replace(good, times=None)),
         lambda: scorer.score(history, replace(good, times=good.times[:2])),
+        lambda: scorer.score(History(history.cache), good),
     ]
     said = []
     for use in uses:
@@ -212,6 +213,7 @@ def without_times(scorer: OnlineScorer) -> list[str]:
             use()
         said.append(str(raised.value))
     assert len(scorer.score(history, good)) == 3  # goes on after them
+    assert len(scorer.score(scorer.encode(as_kjt(TOKENS, [[]] * len(TOKENS))), good)) == 3  # no interactions have no times
     return said
 
 
@@ -223,8 +225,33 @@ def test_a_model_that_reads_times_must_be_given_them() -> None:
             f"times of 2 interactions: torch.float32 [2]; {needed} [2]",
             f"times of 3 candidates: none; {needed} [3]",
             f"times of 3 candidates: torch.int64 [2]; {needed} [3]",
+            "the history has no times: another scorer's",
         ]
     ]
+
+
+def with_times_that_change(scorer: OnlineScorer, requests: Requests) -> tuple[Tensor, Tensor]:
+    times = requests.history_times[0].clone()
+    history, candidates = scorer.encode(requests.history(0), times), requests.candidates(0, 2)
+    before = scorer.score(history, candidates)
+    times += 1_000_000
+    return before, scorer.score(history, candidates)
+
+
+def test_a_kept_history_has_times_of_its_own() -> None:
+    ((before, after),) = run_ranks(1, with_hstu, False, with_times_that_change, Requests([5], count=2))
+    assert torch.equal(before, after)
+
+
+def after_warm_up(scorer: OnlineScorer, requests: Requests) -> Tensor:
+    scorer.warm_up([HISTORY])
+    return scores(scorer, requests, [3])
+
+
+def test_a_warm_up_leaves_no_trace_in_scores() -> None:
+    requests = Requests([0, 5], count=3)
+    for found in run_ranks(2, with_hstu, True, after_warm_up, requests):
+        torch.testing.assert_close(found, requests.of_full_model("hstu"), rtol=1e-5, atol=1e-6)
 
 
 def first_in_inference_mode(scorer: OnlineScorer, requests: Requests) -> list[Tensor]:
@@ -255,6 +282,7 @@ def wrong_uses(scorer: OnlineScorer) -> dict[str, str]:
         "bag": lambda: scorer.score(history, replace(good, sparse=as_kjt(SPARSE, [user, [[0], [0] * (MAX_IDS + 1)]]))),
         "long": lambda: scorer.encode(as_kjt(TOKENS, [[[0]] * (HISTORY + 1)] * len(TOKENS))),
         "other scorer": lambda: scorer.score(History(history.cache[:1]), good),
+        "other times": lambda: scorer.score(History(history.cache, torch.zeros(2, dtype=torch.int64)), good),
     }
     said = {}
     for name, use in uses.items():
@@ -277,6 +305,7 @@ def test_wrong_uses_are_refused_on_every_rank() -> None:
         "bag": "a bag of 4 ids; the scorer was made for ids_per_bag=3 at most",
         "long": "a history of 71 interactions; the model takes history_length=70",
         "other scorer": "the history's cache is torch.float32 [1, 2, 2, 2, 4]: another scorer's",
+        "other times": "the history has times: another scorer's",
     }
     assert run_ranks(2, with_scorer, False, torch.float32, wrong_uses) == [expected, expected]
 

@@ -148,8 +148,18 @@ def test_a_rank_that_is_gone_is_named_by_who_waits_and_by_nobody_else(
         link._monitor.gone(2)  # type: ignore[attr-defined]
     failure = failure_of(links[0])
     assert (failure.rank, failure.why) == (2, Why.is_gone)
-    assert links[1]._nccl.is_aborted.is_set()
+    assert links[1]._nccl.is_aborted.wait(10.0)
     assert links[1].failure is None
+
+
+def test_an_abort_that_the_driver_holds_back_does_not_keep_the_monitor(links: list[NcclLink]) -> None:
+    """It tells waiting kernels next, and for them the driver waits."""
+    kernels_have_ended = threading.Event()
+    links[0]._nccl.abort = lambda: kernels_have_ended.wait(10.0)
+    began = time.monotonic()
+    links[0]._monitor.gone(1)  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 5.0
+    kernels_have_ended.set()
 
 
 def test_errors_of_nccl_say_which_rank_is_gone(links: list[NcclLink]) -> None:

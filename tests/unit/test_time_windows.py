@@ -15,8 +15,10 @@ from dlrm_fused.config import Config, Split, Windows, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
 from dlrm_fused.datasets.order import SampleOrder
+from dlrm_fused.datasets.parquet import ParquetDataset
 from dlrm_fused.datasets.parquet_files import open_files, read_times
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.row_group_order import RowGroupOrder
 from dlrm_fused.datasets.time_windows import TimeWindows, time_windows
 from dlrm_fused.errors import ConfigError, DataError
 from tests.unit.prepared_sets import write_prepared_set
@@ -198,7 +200,7 @@ def test_times_and_dates_of_all_kinds_are_read(tmp_path: Path, kind: pa.DataType
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["data.sample_time=label"], r"column label is uint8, allowed: timestamps or dates"),
+        (["data.sample_time=user"], r"column user is int32, allowed: timestamps or dates"),
         (["data.sample_time=other"], r"column happened is timestamp\[ms\].* set data.sample_time=happened"),
         (["data.sample_time=''", "data.windows=none"], r"column happened is timestamp\[ms\].* set data.sample_time=happened"),
     ],
@@ -236,10 +238,55 @@ def test_more_than_the_windows_hold(tmp_path: Path, overrides: list[str], expect
 
 
 def test_other_data_have_no_times() -> None:
-    expected = r"data.windows=day: allowed: none, but with prepared data .*; to evaluate .* add data.windows=none"
+    expected = (
+        r"data.windows=day: allowed: none, but with prepared data .*; to evaluate .* on other data, add data.windows=none"
+    )
     for others in (["configs/synthetic.yaml"], ["configs/quickstart.yaml", "data.source=parquet", "data.path=files"]):
         with pytest.raises(ConfigError, match=expected):
             load_config(others[0], ["data.windows=day", *others[1:]])
+
+
+def test_times_and_the_constant_are_no_dense_features(tmp_path: Path) -> None:
+    """Files without a dense feature have a constant of 1, also if another column has its name."""
+    for split, day in {"train": 1, "validation": 2, "test": 3}.items():
+        (tmp_path / split).mkdir()
+        columns = {"label": [0, 1], "item": [3, 4], "constant": microseconds(f"2024-01-0{day}", f"2024-01-0{day}")}
+        kinds = {"label": pa.uint8(), "item": pa.int32(), "constant": pa.timestamp("us")}
+        table = pa.table({name: pa.array(values, kinds[name]) for name, values in columns.items()})
+        pq.write_table(table, tmp_path / split / "part.parquet")
+    data = ["data.source=parquet", f"data.path={tmp_path}", "data.sample_time=constant", "embedding.rows=[10]"]
+    dataset = open_dataset(load_config("configs/quickstart.yaml", data), CPU)
+    assert isinstance(dataset, ParquetDataset)
+    assert not dataset.has_dense
+    assert dataset.read(Split.test, torch.arange(2)).dense.tolist() == [[1.0], [1.0]]
+
+
+def test_files_without_times_are_evaluated_on_without_windows(tmp_path: Path) -> None:
+    config = parquet(tmp_path, sorted_times_of_splits(), "data.sample_time=happened", "data.windows=none")
+    for path in Path(config.data.path).rglob("*.parquet"):
+        pq.write_table(pq.read_table(path).drop_columns("happened"), path)
+    assert open_dataset(config, CPU).samples(Split.test) == SAMPLES["test"]
+    config.data.windows = Windows.month
+    with pytest.raises(DataError, match=r"column happened, of data.sample_time, is missing; its columns are label, dense_0"):
+        time_windows(config, open_dataset(config, CPU))
+
+
+def test_a_time_beyond_all_that_microseconds_hold(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"when": pa.array([10**13], pa.timestamp("s"))}), tmp_path / "times.parquet")
+    groups, _ = open_files(tmp_path)
+    with pytest.raises(DataError, match=r"times.parquet, row group 0: column when: .*10000000000000"):
+        read_times(groups, "when")
+
+
+def test_a_row_group_counts_as_a_whole_where_a_window_has_a_part_of_it() -> None:
+    assert RowGroupOrder([1000, 1000], 200, 2000, seed=1).lanes == 2
+    assert RowGroupOrder([1000, 1000], 200, 2000, seed=1, largest=20_000).lanes == 1
+
+
+def test_times_are_a_column_of_their_own(tmp_path: Path) -> None:
+    for other in ("data.sample_weight=happened", "data.labels=[label,happened]"):
+        with pytest.raises(ConfigError, match=r"data.sample_time=happened: allowed: another column than labels and weights"):
+            parquet(tmp_path / other.partition("=")[0], sorted_times_of_splits(), other)
 
 
 def test_prepared_data_state_their_times() -> None:

@@ -144,7 +144,7 @@ class OnlineScorer:
 
         Args:
             interactions: the token features of n past interactions, oldest first, of stride n; on the CPU.
-            times: int64 [n], seconds since 1970 of each, for a model that reads times.
+            times: int64 [n], seconds since 1970 of each, for a model that reads times; None where n is 0.
 
         Raises:
             UsageError: if there are more than the model's ``history_length``, if their times are missing, or as
@@ -156,7 +156,7 @@ class OnlineScorer:
         rows = torch.from_numpy(self._tables.local_rows(interactions, self._token_features, self._ids_per_bag))
         cache = torch.empty(*self._cache_shape[:3], count, self._cache_shape[3], dtype=self._dtype, device=self._device)
         times = self._times(times, count, "interactions")
-        history = History(cache, None if times is None else times.to(self._device))
+        history = History(cache, None if times is None else times.to(self._device, copy=True))
         if count == 0:
             return history
         self._begin_call()
@@ -171,6 +171,8 @@ class OnlineScorer:
         """Return the times that the model reads; None if it reads none."""
         if not self._transformer.reads_times:
             return None
+        if times is None and count == 0:
+            return torch.empty(0, dtype=torch.int64)
         if times is None or list(times.shape) != [count] or times.dtype != torch.int64:
             given = "none" if times is None else f"{times.dtype} {list(times.shape)}"
             raise UsageError(f"times of {count} {what}: {given}; the model reads them: seconds since 1970, int64 [{count}]")
@@ -212,6 +214,9 @@ class OnlineScorer:
             raise UsageError(f"dense has {candidates.dense.shape[1]} features, the model takes {self._dense_features}")
         if (*history.cache.shape[:3], history.cache.shape[4]) != self._cache_shape or history.cache.dtype != self._dtype:
             raise UsageError(f"the history's cache is {history.cache.dtype} {list(history.cache.shape)}: another scorer's")
+        if (history.times is not None) != self._transformer.reads_times:
+            with_times = "has times" if history.times is not None else "has no times"
+            raise UsageError(f"the history {with_times}: another scorer's")
         times = self._times(candidates.times, count, "candidates")
         tokens = self._tables.local_rows(candidates.tokens, self._token_features, self._ids_per_bag)
         sparse = self._tables.local_rows(candidates.sparse, self._sparse_features, self._ids_per_bag)
@@ -242,18 +247,33 @@ class OnlineScorer:
 
     @torch.no_grad()
     def warm_up(self, history_lengths: Sequence[int] = ()) -> None:
-        """Capture now the CUDA graphs that requests would capture later. Collective.
+        """Capture now the CUDA graphs that requests would capture later; where there are none, compile kernels. Collective.
 
         Args:
             history_lengths: the most frequent lengths of histories, each at least 1.
         """
-        count = 1
-        while count <= MAX_CANDIDATES:
-            self._bucket(count)
-            count *= 2
+        longest = self._transformer.history_length
+        history = self._empty_history(max(history_lengths, default=1))
+        for count in (1 << power for power in range(MAX_CANDIDATES.bit_length())):
+            bucket = self._bucket(count)
+            if bucket.graph is None:
+                self._begin_call()
+                self._probabilities(bucket.inputs_on_device(), history)
         if self._encodings is not None:
-            for length in {padded_length(length, self._transformer.history_length) for length in history_lengths}:
+            for length in {padded_length(length, longest) for length in history_lengths}:
                 self._encodings.capture(length, self._fill, self._weights)
+        elif self._device.type == "cuda":
+            for length in set(history_lengths):
+                own = self._empty_history(length)
+                ids = torch.full((length, len(self._token_features), self._ids_per_bag), len(self._tables.rows) - 1)
+                self._begin_call()
+                self._fill(ids.to(self._device), positions_of(length).to(self._device), own.cache, own.times)
+
+    def _empty_history(self, count: int) -> History:
+        """Return a history of so many interactions, of which nothing is known."""
+        layers, both, heads, width = self._cache_shape
+        times = torch.zeros(count, dtype=torch.int64, device=self._device) if self._transformer.reads_times else None
+        return History(torch.zeros(layers, both, heads, count, width, dtype=self._dtype, device=self._device), times)
 
     def _bucket(self, count: int) -> _Bucket:
         """Return the bucket for at least ``count`` candidates."""
