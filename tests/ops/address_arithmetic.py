@@ -222,9 +222,9 @@ _BOUNDED = {
         "feature = item // (receiver_count * blocks)": _ITEMS,
         "fields = lookup.features + feature * _FEATURE_FIELDS": _ITEMS,
         "first_bag = tl.load(bags + peer) + item % blocks * BAGS": _DIMENSION,
-        "numbers += (load(indices + (step + r) * POOLING.split": _INDICES,
+        "numbers += (tl.load(indices + (step + r) * POOLING.split": _INDICES,
         "of_receiver = receivers + item // blocks % receiver_count * 3": _ITEMS,
-        "row *= load(factors + (step + r) * POOLING.split": _INDICES,
+        "row *= tl.load(factors + (step + r) * POOLING.split": _INDICES,
     },
     "ops/embedding_all_to_all/reduce.py": {"row = (tl.program_id(0) * ROWS": _DIMENSION},
     "ops/embedding_all_to_all/scatter.py": {
@@ -341,3 +341,12 @@ def unbounded_products_in_addresses(ttir: str) -> set[Product]:
     """Those of :func:`products_in_addresses` that nothing is known to bound."""
     found = set(products_in_addresses(ttir))
     return {product for product in found if not product.line.startswith(tuple(_BOUNDED.get(product.file, ())))}
+
+
+def bounds_of_no_line() -> list[str]:
+    """Return what :data:`_BOUNDED` says of lines that are not in the package (any more)."""
+    found = []
+    for file, bounds in _BOUNDED.items():
+        lines = [line.strip() for line in (PACKAGE / file).read_text().splitlines()]
+        found += [f"{file}: {begin}" for begin in bounds if not any(line.startswith(begin) for line in lines)]
+    return found

@@ -78,7 +78,12 @@ from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
 from dlrm_fused.symmetric.launches import Launches
-from tests.ops.address_arithmetic import PACKAGE, loads_that_warps_make_by_themselves_in_waits, unbounded_products_in_addresses
+from tests.ops.address_arithmetic import (
+    PACKAGE,
+    bounds_of_no_line,
+    loads_that_warps_make_by_themselves_in_waits,
+    unbounded_products_in_addresses,
+)
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
@@ -652,6 +657,10 @@ def test_a_kernel_that_starts_early_reads_the_epoch_around_the_l1_cache(compiled
     first = re.search(r"\bld\.(?!param)\S+", begins)
     assert first is not None
     assert first[0] == "ld.volatile.global.b64"
+
+
+def test_every_bound_of_a_product_is_of_a_line_of_the_package() -> None:
+    assert bounds_of_no_line() == []
 
 
 def test_every_kernel_of_the_package_is_compiled_here() -> None:
