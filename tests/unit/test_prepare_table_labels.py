@@ -240,7 +240,7 @@ def test_a_weight_below_0_in_a_parquet_file_is_told_with_its_row_group(prepared:
 @pytest.mark.parametrize("setting", ["data.labels=[clicked,bought]", "data.sample_weight=w"])
 def test_a_prepared_set_states_its_labels_and_weights_itself(prepared: Path, setting: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"allowed: with data.source=parquet alone; other data state their labels and weights"
+        ConfigError, match=r"allowed: with data.source=parquet alone; other data state their labels, weights and times"
     ):
         load_config(prepared / "config.yaml", [setting])
 
