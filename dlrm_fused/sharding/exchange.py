@@ -1,4 +1,4 @@
-"""The exchange of some sharding types of a module: its layout and memory, the state of one call, and the way of a batch.
+"""The exchange of some sharding types of a module: its layout and memory, and the state of one call.
 
 The output [local batch, columns] is in TorchRec's order of keys, or in that of the module before it was sharded: nothing is
 permuted or concatenated afterwards.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -155,36 +154,6 @@ class Exchange:
             runs[begin] = runs.get(begin, 0) + width
             previous = sharding
         return {begin: output} if len(runs) == 1 else dict(zip(runs, output.split(list(runs.values()), dim=1), strict=True))
-
-
-class FusedPath(ABC):
-    """The way of a batch through an exchange. Implements :class:`~dlrm_fused.sharding.paths.Path`.
-
-    Attributes:
-        reads_keys: whether it needs the keys of the bags of a batch.
-    """
-
-    reads_keys = False
-
-    def __init__(self, module: ShardedEmbeddingBagCollection, exchange: Exchange) -> None:
-        self.exchange, self.shardings = exchange, exchange.shardings
-        self._lookups = [compat.lookups(module)[i] for i in self.shardings]
-
-    @abstractmethod
-    def look_up(self, call: Call) -> Tensor:
-        """Return the pooled embeddings of this rank's bags, [local batch, columns]. Collective."""
-
-    def deliver(
-        self, module: ShardedEmbeddingBagCollection, ctx: EmbeddingBagCollectionContext, input: KJTList
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Look up and deliver a batch. Collective."""
-        others = self.exchange.begin_others(module, ctx, input)
-        pooled = self.look_up(self.exchange.call(ctx, input))
-        return self.exchange.output(module, ctx, pooled, others)
-
-    def release(self) -> None:
-        """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
-        self.exchange.workspace.release()
 
 
 def next_number(group: SymmetricGroup) -> int:
