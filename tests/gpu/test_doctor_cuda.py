@@ -56,8 +56,10 @@ def test_it_says_what_fused_operators_take_and_how_fast_the_link_is(
     assert report["operators"]["embedding + All-to-All"] == transport
     (measured,) = report["measurements"]
     assert (measured["ranks"], measured["backend"]) == ([0, 1], "nccl")
-    # NVLink carries hundreds of GB/s, and less than one where ten tests take turns on the GPUs.
-    assert measured["gb_per_s"] > 0.1
+    # NVLink carries 450 GB/s, PCIe 5 about 50; without peer access data goes through the host's memory. Where tests of other
+    # workers take turns on the GPUs, 0.5 have been measured.
+    is_alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
+    assert measured["gb_per_s"] > (2 if is_alone else 0.1)
 
 
 def hide_all_gpus() -> None:

@@ -130,8 +130,8 @@ class OnlineScorer:
         self._buckets: Captures[_Bucket] = Captures(MAX_CANDIDATES.bit_length())
         self._encodings: Encodings | None = None
         workspace = self._product.workspace
-        captures = self._device.type == "cuda" and self._attention.can_be_captured
-        if captures and (workspace is None or not workspace.group.hosts.are_many):
+        self._captures = self._device.type == "cuda" and self._attention.can_be_captured
+        if self._captures and (workspace is None or not workspace.group.hosts.are_many):
             layers, both, heads, width = self._cache_shape
             shape = len(self._token_features), ids_per_bag
             cache_shape = layers, both, heads, transformer.history_length, width
@@ -252,22 +252,20 @@ class OnlineScorer:
         Args:
             history_lengths: the most frequent lengths of histories, each at least 1.
         """
-        longest = self._transformer.history_length
         history = self._empty_history(max(history_lengths, default=1))
         for count in (1 << power for power in range(MAX_CANDIDATES.bit_length())):
             bucket = self._bucket(count)
             if bucket.graph is None:
                 self._begin_call()
                 self._probabilities(bucket.inputs_on_device(), history)
-        if self._encodings is not None:
-            for length in {padded_length(length, longest) for length in history_lengths}:
+        for length in {padded_length(length, self._transformer.history_length) for length in history_lengths}:
+            if self._encodings is not None:
                 self._encodings.capture(length, self._fill, self._weights)
-        elif self._device.type == "cuda":
-            for length in set(history_lengths):
-                own = self._empty_history(length)
-                ids = torch.full((length, len(self._token_features), self._ids_per_bag), len(self._tables.rows) - 1)
-                self._begin_call()
-                self._fill(ids.to(self._device), positions_of(length).to(self._device), own.cache, own.times)
+                continue
+            own = self._empty_history(length)
+            ids = torch.full((length, len(self._token_features), self._ids_per_bag), len(self._tables.rows) - 1)
+            self._begin_call()
+            self._fill(ids.to(self._device), positions_of(length).to(self._device), own.cache, own.times)
 
     def _empty_history(self, count: int) -> History:
         """Return a history of so many interactions, of which nothing is known."""
@@ -288,8 +286,7 @@ class OnlineScorer:
         bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
         bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
         workspace = self._product.workspace
-        captures = self._device.type == "cuda" and self._attention.can_be_captured
-        if captures and (workspace is None or workspace.group.calls_can_be_captured):
+        if self._captures and (workspace is None or workspace.group.calls_can_be_captured):
             if not self._buckets:
                 weights = self._weights()
                 weights.hold()
