@@ -1,4 +1,4 @@
-"""The dense part is compiled for training."""
+"""Functions of a model that are compiled for training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._inductor import compile_fx
 
-from dlrm_fused.models.dense_part import CompiledForTraining, has_odd_widths
+from dlrm_fused.models.compiled import CompiledForTraining, has_odd_widths
+from dlrm_fused.models.hstu import normed_and_gated
 
 
 class NotCompiledError(Exception):
@@ -46,3 +47,17 @@ def test_large_matrices_of_odd_widths_are_filled_up_for_tensor_cores(
 ) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     assert has_odd_widths([torch.nn.Linear(16, 64), torch.nn.Linear(*widths)]) is expected
+
+
+def test_one_graph_serves_all_numbers_of_rows() -> None:
+    """The first number compiles a graph of its own."""
+    compiled: CompiledForTraining[torch.Tensor] = CompiledForTraining(normed_and_gated, is_compiled=True, rows_vary=True)
+    torch._dynamo.reset()
+    for number, rows in enumerate((5, 9, 7, 300)):
+        attended, gates = (torch.randn(rows, 2, 8, requires_grad=True) for _ in range(2))
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            result = compiled(attended, gates)
+        expected = normed_and_gated(attended, gates)
+        torch.testing.assert_close(result, expected)
+        found = torch.autograd.grad(result.sum(), (attended, gates))
+        torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), (attended, gates)))
