@@ -23,7 +23,7 @@ class CompiledForTraining(Generic[R]):
     """A function of tensors that runs as one compiled graph where gradients are wanted, otherwise in eager mode.
 
     Args:
-        function: returns one tensor, or two of which the first is differentiable.
+        function: returns tensors; with ``layers`` one, or two of which the first is differentiable.
         is_compiled: false for a function that always runs in eager mode.
         layers: returns the modules whose parameters the function uses. With it, what is compiled is captured as CUDA graphs on
             GPUs.

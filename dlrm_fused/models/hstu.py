@@ -20,6 +20,7 @@ Recommendations*, arXiv 2402.17152, section 3, equations 1 to 3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class HstuBlock(HistoryBlock):
     Args:
         tokens: T, of a sample.
         reads_times: whether two tokens' distance in time counts.
-        gate: :func:`normed_and_gated`, maybe compiled; all blocks share what is compiled.
+        activate, gate: :func:`activated` and :func:`normed_and_gated`, maybe compiled; all blocks share what is compiled.
 
     Attributes:
         projection: [heads * 4 * d_head, d_model], head after head: queries, keys, values and gates.
@@ -68,10 +69,12 @@ class HstuBlock(HistoryBlock):
         tokens: int,
         product: LayerProducts,
         reads_times: bool,
+        activate: Callable[[Tensor], tuple[Tensor, ...]],
         gate: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__()
-        self._d_head, self._tokens, self._product, self._gate = d_model // heads, tokens, product, gate
+        self._d_head, self._tokens, self._product = d_model // heads, tokens, product
+        self._activate, self._gate = activate, gate
         self.attention_norm = nn.Parameter(torch.ones(d_model))
         self.experts = None
         self.projection = ColumnParallelLinear(d_model, _PARTS * d_model, product)
@@ -82,10 +85,13 @@ class HstuBlock(HistoryBlock):
 
     def project(self, normed: Tensor) -> Tensor:
         """Map [n, d_model] to queries, keys, values and gates of this rank's heads, [n, heads / ranks, 4, d_head]."""
-        return F.silu(self.projection(normed)).unflatten(-1, (-1, _PARTS, self._d_head))
+        return F.silu(self._projected(normed))
+
+    def _projected(self, normed: Tensor) -> Tensor:
+        return self.projection(normed).unflatten(-1, (-1, _PARTS, self._d_head))
 
     def attend(self, batch: JaggedBatch, normed: Tensor) -> Tensor:
-        queries, keys, values, gates = self.project(normed).unbind(2)
+        queries, keys, values, gates = self._activate(self._projected(normed))
         rows = JaggedQueries.among_all(batch.bounds, self._tokens)
         return self.gated(queries, keys, values, gates, rows, batch.times)
 
@@ -124,6 +130,12 @@ class HstuBlock(HistoryBlock):
         scale = self._d_head**-0.5
         attended = hstu_attention(queries, keys, values, rows, scale=scale, divisor=float(self._tokens), bias=bias)
         return self._gate(attended, gates)
+
+
+def activated(projected: Tensor) -> tuple[Tensor, ...]:
+    """Return silu of each part of [n, heads, parts, d_head], in memory of its own: so the compiler has the gradients of parts
+    to put together, not autograd."""
+    return tuple(F.silu(part) for part in projected.unbind(2))
 
 
 def normed_and_gated(attended: Tensor, gates: Tensor) -> Tensor:
@@ -166,8 +178,12 @@ class Hstu(HistoryEncoder[HstuBlock]):
             product=product,
             reads_times=reads_times,
         )
-        tokens, gate = history_length + 1, CompiledForTraining(normed_and_gated, is_compiled, rows_vary=True)
-        self.blocks = nn.ModuleList(HstuBlock(d_model, heads, tokens, product, reads_times, gate) for _ in range(layers))
+        tokens = history_length + 1
+        activate: CompiledForTraining[Any] = CompiledForTraining(activated, is_compiled, rows_vary=True)
+        gate = CompiledForTraining(normed_and_gated, is_compiled, rows_vary=True)
+        self.blocks = nn.ModuleList(
+            HstuBlock(d_model, heads, tokens, product, reads_times, activate, gate) for _ in range(layers)
+        )
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
