@@ -36,8 +36,7 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.compiled import is_compiled
-from dlrm_fused.models.dense_part import DensePart
+from dlrm_fused.models.dense_part import DensePart, is_compiled
 from dlrm_fused.sharding.parallel import pooled_dtype
 
 _RESIDENT_BATCHES = 8

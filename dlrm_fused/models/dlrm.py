@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.compiled import CompiledForTraining, is_compiled
+from dlrm_fused.models.dense_part import CompiledForTraining, is_compiled
 from dlrm_fused.models.embedding_tables import SparseArch, embedding_tables
 from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts

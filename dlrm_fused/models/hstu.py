@@ -19,9 +19,6 @@ Recommendations*, arXiv 2402.17152, section 3, equations 1 to 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,7 +26,6 @@ from torch.nn import functional as F
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.compiled import CompiledForTraining, is_compiled
 from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.models.history import HistoryBlock, HistoryDLRM, HistoryEncoder, build_history_dlrm, check_histories
 from dlrm_fused.models.jagged import JaggedBatch
@@ -53,28 +49,16 @@ class HstuBlock(HistoryBlock):
     Args:
         tokens: T, of a sample.
         reads_times: whether two tokens' distance in time counts.
-        activate, gate: :func:`activated` and :func:`normed_and_gated`, maybe compiled; all blocks share what is compiled.
 
     Attributes:
         projection: [heads * 4 * d_head, d_model], head after head: queries, keys, values and gates.
         by_distance: [heads, T], the bias of tokens that are so many places apart.
         by_time: [heads, buckets], the bias by their distance in time; None without times.
-        gated_norm: [heads, d_head], the weight of the norm of the attention's result.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        tokens: int,
-        product: LayerProducts,
-        reads_times: bool,
-        activate: Callable[[Tensor], tuple[Tensor, ...]],
-        gate: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
+    def __init__(self, d_model: int, heads: int, tokens: int, product: LayerProducts, reads_times: bool) -> None:
         super().__init__()
         self._d_head, self._tokens, self._product = d_model // heads, tokens, product
-        self._activate, self._gate = activate, gate
         self.attention_norm = nn.Parameter(torch.ones(d_model))
         self.experts = None
         self.projection = ColumnParallelLinear(d_model, _PARTS * d_model, product)
@@ -85,13 +69,10 @@ class HstuBlock(HistoryBlock):
 
     def project(self, normed: Tensor) -> Tensor:
         """Map [n, d_model] to queries, keys, values and gates of this rank's heads, [n, heads / ranks, 4, d_head]."""
-        return F.silu(self._projected(normed))
-
-    def _projected(self, normed: Tensor) -> Tensor:
-        return self.projection(normed).unflatten(-1, (-1, _PARTS, self._d_head))
+        return F.silu(self.projection(normed)).unflatten(-1, (-1, _PARTS, self._d_head))
 
     def attend(self, batch: JaggedBatch, normed: Tensor) -> Tensor:
-        queries, keys, values, gates = self._activate(self._projected(normed))
+        queries, keys, values, gates = self.project(normed).unbind(2)
         rows = JaggedQueries.among_all(batch.bounds, self._tokens)
         return self.gated(queries, keys, values, gates, rows, batch.times)
 
@@ -105,8 +86,7 @@ class HstuBlock(HistoryBlock):
         return self.gated(queries, keys, values, gates, rows, batch.times)
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        # The norm's weight scales columns of this matrix: its gradient is then no sum over all tokens.
-        return self.out(attended.flatten(-2), x, next_norm, self.gated_norm.flatten())
+        return self.out(attended.flatten(-2), x, next_norm)
 
     def _parts(self, normed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Map [n, d_model] by weights [heads / ranks, parts, d_head, d_model] to each part, [rows, heads / ranks, d_head]."""
@@ -116,7 +96,7 @@ class HstuBlock(HistoryBlock):
     def gated(
         self, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, rows: JaggedQueries, times: Tensor | None
     ) -> Tensor:
-        """Return the attention's result, normed without a weight and gated, [queries, heads / ranks, d_head].
+        """Return the attention's result, normed and gated, [queries, heads / ranks, d_head].
 
         Args:
             queries, keys, values, gates: [queries or keys, heads / ranks, d_head].
@@ -129,19 +109,7 @@ class HstuBlock(HistoryBlock):
         bias = RelativeBias(by_distance, None if self.by_time is None else own(self.by_time), times)
         scale = self._d_head**-0.5
         attended = hstu_attention(queries, keys, values, rows, scale=scale, divisor=float(self._tokens), bias=bias)
-        return self._gate(attended, gates)
-
-
-def activated(projected: Tensor) -> tuple[Tensor, ...]:
-    """Return silu of each part of [n, heads, parts, d_head], in memory of its own: so the compiler has the gradients of parts
-    to put together, not autograd."""
-    return tuple(F.silu(part) for part in projected.unbind(2))
-
-
-def normed_and_gated(attended: Tensor, gates: Tensor) -> Tensor:
-    """Return the norm of each head's results [n, heads, d_head], without a weight, times gates of the same shape, in their
-    dtype. In eager mode these are many passes over memory."""
-    return (F.layer_norm(attended, attended.shape[-1:], eps=NORM_EPS) * gates).to(gates.dtype)
+        return F.layer_norm(attended, (self._d_head,), eps=NORM_EPS) * own(self.gated_norm) * gates
 
 
 class Hstu(HistoryEncoder[HstuBlock]):
@@ -150,7 +118,6 @@ class Hstu(HistoryEncoder[HstuBlock]):
     Args:
         token_width, d_model, heads, history_length, product, reads_times: as of
             :class:`~dlrm_fused.models.history.HistoryEncoder`.
-        is_compiled: compile for training what is between two products and no attention.
 
     Raises:
         UsageError: if a number does not divide another as it must.
@@ -166,7 +133,6 @@ class Hstu(HistoryEncoder[HstuBlock]):
         history_length: int,
         product: LayerProducts | None = None,
         reads_times: bool = False,
-        is_compiled: bool = False,
     ) -> None:
         product = product or LayerProducts()
         super().__init__(
@@ -179,11 +145,7 @@ class Hstu(HistoryEncoder[HstuBlock]):
             reads_times=reads_times,
         )
         tokens = history_length + 1
-        activate: CompiledForTraining[Any] = CompiledForTraining(activated, is_compiled, rows_vary=True)
-        gate = CompiledForTraining(normed_and_gated, is_compiled, rows_vary=True)
-        self.blocks = nn.ModuleList(
-            HstuBlock(d_model, heads, tokens, product, reads_times, activate, gate) for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(HstuBlock(d_model, heads, tokens, product, reads_times) for _ in range(layers))
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
@@ -191,15 +153,11 @@ def build(config: Config, schema: DatasetSchema, device: torch.device, group: di
 
     The ranks of the group share the weights of its blocks.
     """
-    product = choose_product(config, group, schema.history_length + 1, device)
-    return build_hstu(config, schema, product, is_compiled(config.training.compile, device))
+    return build_hstu(config, schema, choose_product(config, group, schema.history_length + 1, device))
 
 
-def build_hstu(config: Config, schema: DatasetSchema, product: LayerProducts, is_compiled: bool = False) -> HistoryDLRM:
+def build_hstu(config: Config, schema: DatasetSchema, product: LayerProducts) -> HistoryDLRM:
     """Return the model of ``model.kind=hstu``, whose layers are sharded over the ranks of ``product``.
-
-    Args:
-        is_compiled: as of :class:`Hstu`.
 
     Raises:
         ConfigError: if the data set has no histories.
@@ -214,6 +172,5 @@ def build_hstu(config: Config, schema: DatasetSchema, product: LayerProducts, is
         history_length=schema.history_length,
         product=product,
         reads_times=schema.has_token_times,
-        is_compiled=is_compiled,
     )
     return build_history_dlrm(config, schema, encoder)

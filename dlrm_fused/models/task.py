@@ -15,8 +15,7 @@ from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.captured import CapturedFunction
-from dlrm_fused.models.compiled import is_compiled
-from dlrm_fused.models.dense_part import DensePart, cross_entropy
+from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
 from dlrm_fused.models.fp8 import Fp8Products, multiply_in_8_bits
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.multi_task import task_weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_fused.models.compiled import CompiledForTraining
+from dlrm_fused.models.dense_part import CompiledForTraining
 from tests.distributed.launch import losses, metrics
 from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, gpu_counts, train_together
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlrm_fused.models.compiled import CompiledForTraining
+from dlrm_fused.models.dense_part import CompiledForTraining
 from dlrm_fused.models.fp8 import Fp8Products, multiply_in_8_bits
 from dlrm_fused.ops.common.gpus import FP8_CAPABILITY
 

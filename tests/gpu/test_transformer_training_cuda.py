@@ -1,4 +1,4 @@
-"""The Transformer and HSTU on GPUs: the same losses whatever ranks share its layers and whatever carries the sums."""
+"""The Transformer on GPUs: the same losses whatever ranks share its layers and whatever carries the sums."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ SETTINGS = [
 
 def test_losses_do_not_depend_on_tensor_parallelism_and_comm(tmp_path: Path) -> None:
     check_losses_of_groups(tmp_path, SETTINGS, "model.tensor_parallel")
-
-
-def test_losses_of_hstu_do_not_either(tmp_path: Path) -> None:
-    check_losses_of_groups(tmp_path, [*SETTINGS, "model.kind=hstu"], "model.tensor_parallel")
 
 
 def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path: Path) -> None:

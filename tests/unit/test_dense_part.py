@@ -1,4 +1,4 @@
-"""Functions of a model that are compiled for training."""
+"""The dense part is compiled for training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch._inductor import compile_fx
 
-from dlrm_fused.models.compiled import CompiledForTraining, has_odd_widths
-from dlrm_fused.models.hstu import activated, normed_and_gated
+from dlrm_fused.models.dense_part import CompiledForTraining, has_odd_widths
 
 
 class NotCompiledError(Exception):
@@ -47,23 +46,3 @@ def test_large_matrices_of_odd_widths_are_filled_up_for_tensor_cores(
 ) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     assert has_odd_widths([torch.nn.Linear(16, 64), torch.nn.Linear(*widths)]) is expected
-
-
-def activated_normed_and_gated(projected: torch.Tensor) -> torch.Tensor:
-    attended, gates = activated(projected)
-    return normed_and_gated(attended, gates)
-
-
-def test_one_graph_serves_all_numbers_of_rows() -> None:
-    """The first number compiles a graph of its own."""
-    function = activated_normed_and_gated
-    compiled: CompiledForTraining[torch.Tensor] = CompiledForTraining(function, is_compiled=True, rows_vary=True)
-    torch._dynamo.reset()
-    for number, rows in enumerate((5, 9, 300)):
-        projected = torch.randn(rows, 2, 2, 8, requires_grad=True)
-        with torch._dynamo.config.patch(error_on_recompile=number > 1):
-            result = compiled(projected)
-        expected = function(projected)
-        torch.testing.assert_close(result, expected)
-        found, wanted = (torch.autograd.grad(one.sum(), projected) for one in (result, expected))
-        torch.testing.assert_close(found, wanted)
