@@ -37,6 +37,7 @@ from dlrm_fused.models.tensor_parallel import (
     RowParallelLinear,
     parameter_of_heads,
 )
+from dlrm_fused.ops.common.dispatch import without_autocast
 from dlrm_fused.ops.hstu_attention import BUCKETS, JaggedQueries, RelativeBias, hstu_attention
 
 # Queries, keys, values, and what gates the attention's result.
@@ -54,6 +55,8 @@ class HstuBlock(HistoryBlock):
         projection: [heads * 4 * d_head, d_model], head after head: queries, keys, values and gates.
         by_distance: [heads, T], the bias of tokens that are so many places apart.
         by_time: [heads, buckets], the bias by their distance in time; None without times.
+        gated_norm: [heads, d_head], the weight of the norm of the attention's result. It multiplies the columns of ``out``'s
+            weight instead, so that its gradient is no sum over tokens.
     """
 
     def __init__(self, d_model: int, heads: int, tokens: int, product: LayerProducts, reads_times: bool) -> None:
@@ -86,7 +89,7 @@ class HstuBlock(HistoryBlock):
         return self.gated(queries, keys, values, gates, rows, batch.times)
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.out(attended.flatten(-2), x, next_norm)
+        return self.out(attended.flatten(-2), x, next_norm, self.gated_norm.flatten())
 
     def _parts(self, normed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Map [n, d_model] by weights [heads / ranks, parts, d_head, d_model] to each part, [rows, heads / ranks, d_head]."""
@@ -96,7 +99,7 @@ class HstuBlock(HistoryBlock):
     def gated(
         self, queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, rows: JaggedQueries, times: Tensor | None
     ) -> Tensor:
-        """Return the attention's result, normed and gated, [queries, heads / ranks, d_head].
+        """Return the attention's result, normed without a weight and gated, [queries, heads / ranks, d_head].
 
         Args:
             queries, keys, values, gates: [queries or keys, heads / ranks, d_head].
@@ -109,7 +112,13 @@ class HstuBlock(HistoryBlock):
         bias = RelativeBias(by_distance, None if self.by_time is None else own(self.by_time), times)
         scale = self._d_head**-0.5
         attended = hstu_attention(queries, keys, values, rows, scale=scale, divisor=float(self._tokens), bias=bias)
-        return F.layer_norm(attended, (self._d_head,), eps=NORM_EPS) * own(self.gated_norm) * gates
+        return _normed(attended) * gates
+
+
+@without_autocast
+def _normed(attended: Tensor) -> Tensor:
+    """Return the norm of each head's results [n, heads, d_head], in their dtype. Autocast would copy them to float32 first."""
+    return F.layer_norm(attended, attended.shape[-1:], eps=NORM_EPS)
 
 
 class Hstu(HistoryEncoder[HstuBlock]):

@@ -26,7 +26,7 @@ _PAIRS = {
 }
 # Rows (tokens) of one fused call at most: few enough for their memory to be small beside that of activations. What is above
 # goes in several calls, whose results are copied together.
-_MAX_ROWS = 32_768
+_MAX_ROWS = 65_536
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> LayerProducts:

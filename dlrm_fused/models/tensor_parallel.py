@@ -256,9 +256,14 @@ class RowParallelLinear(nn.Module):
         self._product = product
         self.weight = _shard_of_weight(in_features, out_features, 1, product.group)
 
-    def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's output and its norm, as :class:`LayerProducts` does."""
-        return self._product(x, self.weight, residual, norm_weight)
+    def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the layer's output and its norm, as :class:`LayerProducts` does.
+
+        Args:
+            scales: [in_features / ranks], by which features of x are multiplied; None: they are not.
+        """
+        weight = self.weight if scales is None else self.weight * scales
+        return self._product(x, weight, residual, norm_weight)
 
 
 def _shard_of_weight(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:

@@ -22,6 +22,15 @@ KILLED = [
     "checkpoint.every_steps=25",
     "evaluation.every_steps=60",
 ]
+HSTU = [
+    "model.kind=hstu",
+    "model.d_model=64",
+    "model.heads=2",
+    "model.layers=2",
+    "training.dense_optimizer.learning_rate=0.001",
+    "data.synthetic.history_length=30",
+    "data.synthetic.history_items=2000",
+]
 
 
 def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(tmp_path: Path) -> None:
@@ -43,11 +52,21 @@ def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(t
     [("adam", "rowwise_adagrad"), ("adagrad", "rowwise_adagrad"), ("adam", "adam"), ("sgd", "rowwise_adam")],
 )
 def test_a_run_that_is_killed_three_times_ends_like_an_uninterrupted_one(tmp_path: Path, dense: str, tables: str) -> None:
-    settings = [*KILLED, f"training.dense_optimizer.kind={dense}", f"embedding.optimizer.kind={tables}"]
+    assert_ends_like_an_uninterrupted_one(
+        tmp_path, [*KILLED, f"training.dense_optimizer.kind={dense}", f"embedding.optimizer.kind={tables}"]
+    )
+
+
+def test_so_does_a_run_of_hstu(tmp_path: Path) -> None:
+    """Its batches have as many rows as their histories have interactions, and a restart compiles for others first."""
+    assert_ends_like_an_uninterrupted_one(tmp_path, [*KILLED, *HSTU])
+
+
+def assert_ends_like_an_uninterrupted_one(tmp_path: Path, settings: list[str]) -> None:
     ranks = gpu_counts()[-1]
     whole, config = (small_config(tmp_path / name, *settings) for name in ("uninterrupted", "killed"))
     uninterrupted = start_training(whole, ranks)  # beside the other, since most of its time is its start
-    moments = random.Random(f"{dense} {tables}")
+    moments = random.Random(" ".join(settings))
     for step in sorted(moments.sample(range(10, 250), 3)):
         kill_at_step(start_training(config, ranks), config.run_dir, step, moments.uniform(0, 0.05))
     start_training(config, ranks).wait()

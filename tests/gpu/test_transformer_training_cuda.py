@@ -1,4 +1,4 @@
-"""The Transformer on GPUs: the same losses whatever ranks share its layers and whatever carries the sums."""
+"""The Transformer and HSTU on GPUs: the same losses whatever ranks share its layers and whatever carries the sums."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ SETTINGS = [
 
 def test_losses_do_not_depend_on_tensor_parallelism_and_comm(tmp_path: Path) -> None:
     check_losses_of_groups(tmp_path, SETTINGS, "model.tensor_parallel")
+
+
+def test_losses_of_hstu_do_not_either(tmp_path: Path) -> None:
+    """Eight steps: later on, the norm of an attention's result that is nearly zero has amplified rounding."""
+    check_losses_of_groups(tmp_path, [*SETTINGS, "model.kind=hstu", "training.max_steps=8"], "model.tensor_parallel")
 
 
 def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path: Path) -> None:
