@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from dlrm_fused.ops.hstu_attention.kernel import Call, bucket_of
 from dlrm_fused.ops.hstu_attention.reference import BUCKETS
@@ -30,9 +31,10 @@ class Sums(NamedTuple):
     """The sums of all programs, for kernels; a tensor without elements stands for what is not wanted.
 
     Attributes:
-        distances: fp32 [programs, P], zeros at first.
-        of_targets: fp32 [programs, P], of pairs of a candidate and a key of the history; zeros at first.
-        times: fp32 [programs, BUCKETS].
+        distances: fp32 [1, programs, P], zeros at first; with candidates [2, programs, P], the second of pairs of a candidate
+            and a key of the history.
+        of_targets: the last of ``distances``, [programs, P].
+        times: fp32 [programs, BUCKETS]; every program stores its row.
         columns: P, at least the longest sample; a power of two, since kernels are compiled by its divisors.
     """
 
@@ -44,32 +46,28 @@ class Sums(NamedTuple):
     @staticmethod
     def new(call: Call, programs: int, of_distances: bool, of_times: bool) -> Sums:
         """Return memory for the sums that are wanted."""
-
-        def zeros(columns: int, is_wanted: bool) -> Tensor:
-            shape = (programs, columns) if is_wanted else (0,)
-            return torch.zeros(shape, dtype=torch.float32, device=call.queries.device)
-
-        has_targets, longest = call.batch.targets_from is not None, next_power_of_2(max(1, call.batch.longest))
-        of_targets = zeros(longest, of_distances and has_targets)
-        return Sums(zeros(longest, of_distances), of_targets, zeros(BUCKETS, of_times), longest)
+        kinds, longest = 1 + (call.batch.targets_from is not None), next_power_of_2(max(1, call.batch.longest))
+        device, dtype = call.queries.device, torch.float32
+        distances = torch.zeros((kinds, programs, longest) if of_distances else (1, 0), dtype=dtype, device=device)
+        times = torch.empty((programs, BUCKETS) if of_times else 0, dtype=dtype, device=device)
+        return Sums(distances, distances[-1], times, longest)
 
     def gradients(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the biases by distance [heads, P] and by time [heads, BUCKETS], in their dtypes; None for
         those that are not wanted. Program p is of head p % heads."""
-        of_distances = _sum_of_programs(call, call.bias.by_distance, self.distances, self.of_targets)
+        of_distances = _sum_of_programs(call, call.bias.by_distance, self.distances)
         return of_distances, _sum_of_programs(call, call.bias.by_time, self.times)
 
 
-def _sum_of_programs(call: Call, bias: Tensor | None, *sums: Tensor) -> Tensor | None:
-    """Return the gradient of a bias [heads, C], the sum of those of all programs [programs, P]; beyond C these are zeros."""
-    wanted = [one for one in sums if one.dim() == 2]
-    if bias is None or not wanted:
+def _sum_of_programs(call: Call, bias: Tensor | None, sums: Tensor) -> Tensor | None:
+    """Return the gradient of a bias [heads, C], the sum of those of all programs [..., programs, P]; zeros beyond P."""
+    if bias is None or sums.shape[-1] == 0:
         return None
-    gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-    for one in wanted:
-        found = one.unflatten(0, (len(one) // call.heads, call.heads)).sum(0)[:, : bias.shape[1]]
-        gradient[:, : found.shape[1]] += found
-    return (gradient / call.divisor).to(bias.dtype)
+    columns, of_programs = bias.shape[1], sums.flatten(0, -2)
+    found = of_programs.unflatten(0, (len(of_programs) // call.heads, call.heads))[..., :columns].sum(0) / call.divisor
+    if found.shape[1] < columns:
+        found = F.pad(found, (0, columns - found.shape[1]))
+    return found.to(bias.dtype)
 
 
 @triton.jit

@@ -110,10 +110,11 @@ def test_nothing_is_stored_beside_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def guarded(*given: Any) -> Sums:
         sums = new(*given)
-        memory = torch.full((sums.of_targets.numel() + 64,), -0.0)
+        memory = torch.full((sums.distances.numel() + 64,), -0.0)
         memory[:-64] = 0
         guards.append(memory[-64:])
-        return sums._replace(of_targets=memory[:-64].view_as(sums.of_targets))
+        distances = memory[:-64].view_as(sums.distances)
+        return sums._replace(distances=distances, of_targets=distances[-1])
 
     monkeypatch.setattr(Sums, "new", guarded)
     check(Case((5, 32), heads=1, targets=(1, 0)))
