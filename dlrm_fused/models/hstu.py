@@ -76,8 +76,7 @@ class HstuBlock(HistoryBlock):
 
     def attend(self, batch: JaggedBatch, normed: Tensor) -> Tensor:
         queries, keys, values, gates = self.project(normed).unbind(2)
-        rows = JaggedQueries.among_all(batch.bounds, self._tokens)
-        return self.gated(queries, keys, values, gates, rows, batch.times)
+        return self.gated(queries, keys, values, gates, batch.queries, batch.times)
 
     def attend_from_candidates(self, batch: JaggedBatch, normed: Tensor, candidates: Tensor) -> Tensor:
         weight = self.projection.weight.unflatten(0, (-1, _PARTS, self._d_head))

@@ -15,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from dlrm_fused.models.tensor_parallel import gather_samples, group_size
 from dlrm_fused.ops.common.devices import capability
+from dlrm_fused.ops.hstu_attention import JaggedQueries
 
 # Kernels of attention have a program, or a row of programs, for each sample and head, or for each sample, and CUDA launches at
 # most so many.
@@ -194,6 +195,11 @@ class JaggedBatch:
     def bounds(self) -> Tensor:
         """The bounds of the samples' rows, [b + 1] int32, made once for all layers."""
         return F.pad(self.counts.cumsum(0), (1, 0)).int()
+
+    @cached_property
+    def queries(self) -> JaggedQueries:
+        """All rows as those of HSTU's attention, made once for all layers."""
+        return JaggedQueries.among_all(self.bounds, self.tokens)
 
     @cached_property
     def _groups(self) -> _Groups:
