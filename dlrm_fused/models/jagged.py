@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +13,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from dlrm_fused.models.tensor_parallel import gather_samples, group_size
 from dlrm_fused.ops.common.devices import capability
+from dlrm_fused.ops.common.padding import Padding, groups_of_like_length
 from dlrm_fused.ops.hstu_attention import JaggedQueries
 
 # Kernels of attention have a program, or a row of programs, for each sample and head, or for each sample, and CUDA launches at
 # most so many.
 _MOST_PROGRAMS = 65_535
-# Attention takes samples of like length together, in so many groups by the type of a device; more are slower again. Lengths on
-# a GPU are not known here, so there all samples are one group.
-_GROUPS = {"cpu": 4}
 # FlashAttention, torch's kernel for samples of different lengths, wants a GPU of this compute capability, and heads no wider.
 _LEAST_CAPABILITY, _MOST_COLUMNS_OF_A_HEAD = (8, 0), 256
 
@@ -143,11 +139,8 @@ class JaggedBatch:
         """
         if self._needs_no_padding(projected):
             return self._attend_among_rows(projected)
-        attended = []
-        for block in self._pad(projected):
-            queries, keys, values = block.permute(3, 0, 2, 1, 4)
-            attended.append(attend(queries, keys, values).transpose(1, 2).flatten(0, 1))
-        return attended[0] if self.is_padded else torch.cat(attended).index_select(0, self._groups.slots)
+        parts = [block.permute(3, 0, 2, 1, 4) for block in self._padding.pad(projected)]
+        return self._padding.rows_of([attend(*part).transpose(1, 2) for part in parts])
 
     def attend_from_candidates(self, queries: Tensor, keys_and_values: Tensor) -> Tensor:
         """Return attention of each candidate to its history and itself, [b, heads, d_head].
@@ -157,13 +150,13 @@ class JaggedBatch:
             keys_and_values: [n, heads, 2, d_head].
         """
         attended = []
-        for samples, block in zip(self._groups.samples, self._pad(keys_and_values), strict=True):
+        for samples, block in zip(self._padding.samples, self._padding.pad(keys_and_values), strict=True):
             keys, values = block.permute(3, 0, 2, 1, 4)
             seen = torch.arange(block.shape[1], device=block.device) <= self.candidates.index_select(0, samples)[:, None]
             attended.append(attend(queries.index_select(0, samples).unsqueeze(2), keys, values, seen).squeeze(2))
         if len(attended) == 1:
             return attended[0]
-        return torch.cat(attended).index_select(0, torch.cat(self._groups.samples).argsort())
+        return torch.cat(attended).index_select(0, torch.cat(self._padding.samples).argsort())
 
     def _needs_no_padding(self, projected: Tensor) -> bool:
         """Return whether attention of the rows as they are can run; then it is faster than that of padded samples."""
@@ -183,14 +176,6 @@ class JaggedBatch:
         assert isinstance(attended, Tensor)
         return attended
 
-    def _pad(self, x: Tensor) -> list[Tensor]:
-        """Return the rows [n, ...] of each group of samples, [samples, tokens of the longest, ...]."""
-        groups = self._groups
-        if not self.is_padded:
-            x = x.new_zeros(sum(groups.sizes), *x.shape[1:]).index_copy_(0, groups.slots, x)
-        parts = x.split(groups.sizes) if len(groups.sizes) > 1 else [x]
-        return [part.unflatten(0, (-1, longest)) for part, longest in zip(parts, groups.longest, strict=True)]
-
     @cached_property
     def bounds(self) -> Tensor:
         """The bounds of the samples' rows, [b + 1] int32, made once for all layers."""
@@ -202,32 +187,7 @@ class JaggedBatch:
         return JaggedQueries.among_all(self.bounds, self.tokens)
 
     @cached_property
-    def _groups(self) -> _Groups:
-        numbers = torch.arange(self.counts.shape[0], device=self.counts.device)
-        groups = _GROUPS.get(numbers.device.type, 1)
-        if self.is_padded or groups == 1:
-            size = numbers.shape[0] * self.tokens
-            return _Groups([numbers], [self.tokens], [size], self.samples * self.tokens + self.places)
-        samples = list(self.counts.argsort(stable=True).chunk(groups))
-        longest = [int(self.counts[group[-1]]) for group in samples]
-        sizes = [len(group) * most for group, most in zip(samples, longest, strict=True)]
-        starts = torch.empty_like(numbers)
-        for group, most, end in zip(samples, longest, itertools.accumulate(sizes), strict=True):
-            starts[group] = torch.arange(end - len(group) * most, end, most)
-        return _Groups(samples, longest, sizes, starts.index_select(0, self.samples) + self.places)
-
-
-class _Groups(NamedTuple):
-    """Samples that attention takes together, each padded to the longest of its group.
-
-    Attributes:
-        samples: of each group, [samples] int64.
-        longest: rows of the longest.
-        sizes: padded rows of each group.
-        slots: [n] int64, the padded row of each row; groups follow each other.
-    """
-
-    samples: list[Tensor]
-    longest: list[int]
-    sizes: list[int]
-    slots: Tensor
+    def _padding(self) -> Padding:
+        if self.is_padded:
+            return Padding([torch.arange(self.counts.shape[0], device=self.counts.device)], [self.tokens], None)
+        return Padding.of(self.counts, groups_of_like_length(self.counts), self.tokens, self.samples.shape[0])

@@ -19,6 +19,7 @@ from dlrm_fused.models.jagged import JaggedBatch, attend
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.tensor_parallel import rms_norm
 from dlrm_fused.models.transformer import HistoryTransformer
+from dlrm_fused.ops.common import padding
 
 HISTORY, DIM, WIDTH = 4, 4, 6  # T = 5 tokens
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -119,7 +120,7 @@ def gradients(encoded: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 
 
 class TestPaddingIsNotRead:
-    @pytest.mark.parametrize("groups", [4, 1], ids=["groups", "one group, as on GPUs"])
+    @pytest.mark.parametrize("groups", [{"cpu": 4}, {}], ids=["groups", "one group, as on GPUs"])
     @pytest.mark.parametrize("build", [transformer, with_experts])
     @pytest.mark.parametrize(
         "lengths",
@@ -128,9 +129,9 @@ class TestPaddingIsNotRead:
     )
     @pytest.mark.parametrize("some_are_padding", [False, True])
     def test_encodings_and_gradients_are_those_of_padded_layers(
-        self, monkeypatch: pytest.MonkeyPatch, groups: int, build: type, lengths: list[int], some_are_padding: bool
+        self, monkeypatch: pytest.MonkeyPatch, groups: dict[str, int], build: type, lengths: list[int], some_are_padding: bool
     ) -> None:
-        monkeypatch.setattr(jagged, "_GROUPS", {"cpu": groups})
+        monkeypatch.setattr(padding, "_GROUPS", groups)
         model, of = build(), torch.tensor(lengths, dtype=torch.int32)
         real = torch.arange(len(lengths)) % 3 < 2 if some_are_padding else None
         vectors = tokens(len(lengths)).requires_grad_()
@@ -156,7 +157,7 @@ class TestPaddingIsNotRead:
 
     def test_a_gpu_is_asked_nothing_if_the_number_of_tokens_is_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tensors without memory have no values that could be asked for."""
-        monkeypatch.setattr(jagged, "_GROUPS", {})
+        monkeypatch.setattr(padding, "_GROUPS", {})
         with tensors_without_memory():
             model, vectors = transformer(), torch.empty(len(LENGTHS) * (HISTORY + 1), WIDTH)
             lengths = torch.empty(len(LENGTHS), dtype=torch.int32)

@@ -13,18 +13,16 @@ Recommendations*, arXiv 2402.17152, equation 2.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dlrm_fused.ops.common.padding import Padding, groups_of_like_length
+
 # Columns of a table of biases by time.
 BUCKETS = 64
-# Samples of like length are padded together, in so many groups by the type of a device. Lengths on a GPU are not known to the
-# host, so there all samples are one group.
-_GROUPS = {"cpu": 4}
 
 
 class JaggedQueries(NamedTuple):
@@ -112,34 +110,33 @@ def reference(
 
     Operands of 16 bits are multiplied in float32, those of 64 bits as they are.
     """
-    groups = _groups(batch)
-    query_slots = _slots(batch.query_bounds, groups, [group.queries for group in groups], queries.shape[0])
-    key_slots = _slots(batch.key_bounds, groups, [group.keys for group in groups], keys.shape[0])
+    groups = groups_of_like_length(batch.key_bounds.diff())
+    of_queries = Padding.of(batch.query_bounds.diff(), groups, batch.most, queries.shape[0])
+    of_keys = Padding.of(batch.key_bounds.diff(), groups, batch.longest, keys.shape[0])
     bias = bias or RelativeBias()
-    padded_queries = _padded(queries, query_slots, [(group.samples.shape[0], group.queries) for group in groups])
-    shapes = [(group.samples.shape[0], group.keys) for group in groups]
-    padded_keys, padded_values = _padded(keys, key_slots, shapes), _padded(values, key_slots, shapes)
-    padded_times = [None] * len(groups) if bias.times is None else _padded(bias.times, key_slots, shapes)
-    attended, targets = [], batch.targets_from
-    for group, *rows, times in zip(groups, padded_queries, padded_keys, padded_values, padded_times, strict=True):
+    padded = of_queries.pad(queries), of_keys.pad(keys), of_keys.pad(values)
+    padded_times = [None] * len(groups) if bias.times is None else of_keys.pad(bias.times)
+    attended = []
+    for samples, *rows, times in zip(groups, *padded, padded_times, strict=True):
         query, key, value = (x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32)) for x in rows)
-        places = batch.first_places.index_select(0, group.samples)[:, None] + torch.arange(group.queries, device=key.device)
+        places = batch.first_places.index_select(0, samples)[:, None] + torch.arange(query.shape[2], device=key.device)
+        targets = None if batch.targets_from is None else batch.targets_from.index_select(0, samples)
         scores = query @ key.mT * scale  # [samples, heads, queries, keys]
-        for added in _biases(
-            bias, places, times, group.keys, None if targets is None else targets.index_select(0, group.samples)
-        ):
+        for added in _biases(bias, places, times, key.shape[2], targets):
             scores = scores + added.to(scores.dtype)
-        shares = F.silu(scores).masked_fill(~_visible(batch, group, places)[:, None], 0)
-        attended.append((shares @ value / divisor).transpose(1, 2).flatten(0, 1))
-    return torch.cat(attended).index_select(0, query_slots).to(values.dtype)
+        shares = F.silu(scores).masked_fill(~_visible(places, key.shape[2], targets)[:, None], 0)
+        attended.append((shares @ value / divisor).transpose(1, 2))
+    return of_queries.rows_of(attended).to(values.dtype)
 
 
-def _visible(batch: JaggedQueries, group: _Group, places: Tensor) -> Tensor:
-    """Return which keys the queries at places [samples, queries] see, bool [samples, queries, keys]."""
-    i, j = places[:, :, None], torch.arange(group.keys, device=places.device)
-    if batch.targets_from is None:
-        return j <= i
-    return (j <= i) & ((j < batch.targets_from.index_select(0, group.samples)[:, None, None]) | (j == i))
+def _visible(places: Tensor, keys: int, targets: Tensor | None) -> Tensor:
+    """Return which keys the queries at places [samples, queries] see, bool [samples, queries, keys].
+
+    Args:
+        targets: [samples], the place of the first candidate; None: there are none.
+    """
+    i, j = places[:, :, None], torch.arange(keys, device=places.device)
+    return j <= i if targets is None else (j <= i) & ((j < targets[:, None, None]) | (j == i))
 
 
 def _biases(bias: RelativeBias, places: Tensor, times: Tensor | None, keys: int, targets: Tensor | None) -> list[Tensor]:
@@ -168,40 +165,3 @@ def _looked_up(table: Tensor, columns: Tensor) -> Tensor:
     heads = table.shape[0]
     flat = table.gather(1, columns.long().reshape(1, -1).expand(heads, -1))
     return flat.view(heads, *columns.shape).movedim(0, 1)
-
-
-class _Group(NamedTuple):
-    """Samples [of the group] that are padded together, each to so many rows of queries and of keys."""
-
-    samples: Tensor
-    queries: int
-    keys: int
-
-
-def _groups(batch: JaggedQueries) -> list[_Group]:
-    device = batch.key_bounds.device
-    count = _GROUPS.get(device.type, 1)
-    if count == 1 or torch.compiler.is_compiling() or torch.compiler.is_exporting() or batch.samples <= count:
-        return [_Group(torch.arange(batch.samples, device=device), batch.most, batch.longest)]
-    of_keys, of_queries = batch.key_bounds.diff(), batch.query_bounds.diff()
-    parts = of_keys.argsort(stable=True).chunk(count)
-    return [_Group(samples, int(of_queries[samples].max()), int(of_keys[samples].max())) for samples in parts]
-
-
-def _slots(bounds: Tensor, groups: list[_Group], lengths: list[int], rows: int) -> Tensor:
-    """Return the padded row of each row, int64 [rows]; groups follow each other, each with its samples of equal length."""
-    counts = bounds.diff().long()
-    starts = torch.zeros_like(counts)
-    ends = itertools.accumulate(group.samples.shape[0] * length for group, length in zip(groups, lengths, strict=True))
-    for group, length, end in zip(groups, lengths, ends, strict=True):
-        numbers = torch.arange(group.samples.shape[0], device=bounds.device)
-        starts = starts.index_copy(0, group.samples, numbers * length + (end - group.samples.shape[0] * length))
-    shifts = starts - bounds[:-1]
-    return torch.arange(rows, device=bounds.device) + shifts.repeat_interleave(counts, output_size=rows)
-
-
-def _padded(x: Tensor, slots: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """Return the rows [n, ...] of each group's samples, [samples, rows of the longest, ...], with zeros for padding."""
-    sizes = [samples * rows for samples, rows in shapes]
-    padded = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, slots, x)
-    return [part.unflatten(0, shape) for part, shape in zip(padded.split(sizes), shapes, strict=True)]
