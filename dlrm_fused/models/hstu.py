@@ -55,8 +55,7 @@ class HstuBlock(HistoryBlock):
         projection: [heads * 4 * d_head, d_model], head after head: queries, keys, values and gates.
         by_distance: [heads, T], the bias of tokens that are so many places apart.
         by_time: [heads, buckets], the bias by their distance in time; None without times.
-        gated_norm: [heads, d_head], the weight of the norm of the attention's result. It multiplies the columns of ``out``'s
-            weight instead, so that its gradient is no sum over tokens.
+        gated_norm: [heads, d_head], the weight of the norm of the attention's result, as ``scales`` of ``out``.
     """
 
     def __init__(self, d_model: int, heads: int, tokens: int, product: LayerProducts, reads_times: bool) -> None:

@@ -183,7 +183,7 @@ class JaggedBatch:
 
     @cached_property
     def queries(self) -> JaggedQueries:
-        """All rows as those of HSTU's attention, made once for all layers."""
+        """The rows as HSTU's attention takes them, each a query and a key; made once for all layers."""
         return JaggedQueries.among_all(self.bounds, self.tokens)
 
     @cached_property

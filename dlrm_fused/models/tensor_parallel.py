@@ -260,9 +260,14 @@ class RowParallelLinear(nn.Module):
         """Return the layer's output and its norm, as :class:`LayerProducts` does.
 
         Args:
-            scales: [in_features / ranks], by which features of x are multiplied; None: they are not.
+            scales: [in_features / ranks], by which features of x are multiplied; None: they are not. Where gradients are
+                wanted, columns of the weight are multiplied instead: then the gradient of scales is no sum over all of x.
         """
-        weight = self.weight if scales is None else self.weight * scales
+        weight: Tensor = self.weight
+        if scales is not None and torch.is_grad_enabled():
+            weight = weight * scales
+        elif scales is not None:
+            x = x * scales
         return self._product(x, weight, residual, norm_weight)
 
 

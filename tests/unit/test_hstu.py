@@ -145,3 +145,23 @@ def test_every_parameter_gets_a_gradient() -> None:
     encoded = model(tokens().flatten(0, 1), LENGTHS, token_times=times())
     (encoded * torch.randn(encoded.shape, generator=torch.Generator().manual_seed(5))).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+def test_encodings_do_not_depend_on_whether_gradients_are_wanted() -> None:
+    model = hstu()
+    trained = model(tokens().flatten(0, 1), LENGTHS, token_times=times())
+    torch.testing.assert_close(encode(model, tokens()), trained.detach())
+
+
+@pytest.mark.parametrize("wants_gradients", [True, False])
+def test_what_is_between_products_has_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch, wants_gradients: bool) -> None:
+    seen, layer_norm = [], torch.nn.functional.layer_norm
+
+    def norm(*inputs: object, **settings: object) -> Tensor:
+        seen.append(layer_norm(*inputs, **settings))  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", norm)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(wants_gradients):
+        hstu()(tokens().flatten(0, 1), LENGTHS, token_times=times())
+    assert [one.dtype for one in seen] == [torch.bfloat16] * 2
