@@ -87,7 +87,7 @@ class HstuBlock(HistoryBlock):
         return self.gated(queries, keys, values, gates, rows, batch.times)
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.out(attended.flatten(-2), x, next_norm, self.gated_norm.flatten())
+        return self.out(attended.flatten(-2), x, next_norm, self.gated_norm)
 
     def _parts(self, normed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Map [n, d_model] by weights [heads / ranks, parts, d_head, d_model] to each part, [rows, heads / ranks, d_head]."""

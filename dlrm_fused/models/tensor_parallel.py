@@ -260,14 +260,14 @@ class RowParallelLinear(nn.Module):
         """Return the layer's output and its norm, as :class:`LayerProducts` does.
 
         Args:
-            scales: [in_features / ranks], by which features of x are multiplied; None: they are not. Where gradients are
-                wanted, columns of the weight are multiplied instead: then the gradient of scales is no sum over all of x.
+            scales: of in_features / ranks elements, by which features of x are multiplied; None: they are not. Where gradients
+                are wanted, columns of the weight are multiplied instead: the gradient of scales is then no sum over all of x.
         """
         weight: Tensor = self.weight
         if scales is not None and torch.is_grad_enabled():
-            weight = weight * scales
+            weight = weight * scales.flatten()
         elif scales is not None:
-            x = x * scales
+            x = x * scales.flatten()
         return self._product(x, weight, residual, norm_weight)
 
 

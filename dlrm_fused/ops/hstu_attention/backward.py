@@ -89,7 +89,9 @@ def keys_and_values_gradients(call: Call, gradient: Tensor) -> tuple[Tensor, Ten
     of_values = torch.empty(call.values.shape, dtype=call.values.dtype, device=call.values.device)
     if len(gradient) == 0 or of_values.numel() == 0:
         return of_keys.zero_(), of_values.zero_()
-    tiles = fitted(Tiles(32, 64, 4, 3), call, kept=lambda tiles: tiles.keys, stepped=lambda tiles: tiles.rows)
+    has_both_biases = call.bias.by_distance is not None and call.bias.by_time is not None
+    tiles = Tiles(64, 64, 4, 2) if has_both_biases and sum(call.widths) <= 128 else Tiles(32, 64, 4, 3)
+    tiles = fitted(tiles, call, kept=lambda tiles: tiles.keys, stepped=lambda tiles: tiles.rows)
     key_tiles = ceil_div(call.batch.longest, tiles.keys)
     call.launch(
         keys_gradient_kernel, call.pairs * key_tiles, (Rows.of(gradient), Rows.of(of_keys), Rows.of(of_values)),
