@@ -75,7 +75,8 @@ class HstuBlock(HistoryBlock):
 
     def attend(self, batch: JaggedBatch, normed: Tensor) -> Tensor:
         queries, keys, values, gates = self.project(normed).unbind(2)
-        return self.gated(queries, keys, values, gates, batch.queries, batch.times)
+        rows = JaggedQueries.among_all(batch.bounds, self._tokens)
+        return self.gated(queries, keys, values, gates, rows, batch.times)
 
     def attend_from_candidates(self, batch: JaggedBatch, normed: Tensor, candidates: Tensor) -> Tensor:
         weight = self.projection.weight.unflatten(0, (-1, _PARTS, self._d_head))

@@ -14,7 +14,6 @@ from torch.nn.attention.varlen import varlen_attn
 from dlrm_fused.models.tensor_parallel import gather_samples, group_size
 from dlrm_fused.ops.common.devices import capability
 from dlrm_fused.ops.common.padding import Padding, groups_of_like_length
-from dlrm_fused.ops.hstu_attention import JaggedQueries
 
 # Kernels of attention have a program, or a row of programs, for each sample and head, or for each sample, and CUDA launches at
 # most so many.
@@ -180,11 +179,6 @@ class JaggedBatch:
     def bounds(self) -> Tensor:
         """The bounds of the samples' rows, [b + 1] int32, made once for all layers."""
         return F.pad(self.counts.cumsum(0), (1, 0)).int()
-
-    @cached_property
-    def queries(self) -> JaggedQueries:
-        """The rows as HSTU's attention takes them, each a query and a key; made once for all layers."""
-        return JaggedQueries.among_all(self.bounds, self.tokens)
 
     @cached_property
     def _padding(self) -> Padding:
