@@ -64,8 +64,8 @@ class Layer:
 
         Args:
             received: rows that its experts compute.
-            sent: rows of its own tokens that go to experts of other ranks, and whose results come back.
-            away: rows of other ranks' tokens that its experts compute, and whose results it sends back.
+            sent: rows of its own tokens that go to other ranks: one for each expert within its host, one to each other host.
+            away: rows that it is sent likewise, whose results it sends back.
         """
         flops, links = 4 * received * self.width * self.hidden, DTYPE.itemsize * (sent + away) * self.width
         weights = 2 * self.experts // ranks * self.width * self.hidden
@@ -199,11 +199,17 @@ class LayerCase(Case):
 
     def phases(self, stage: str) -> Sequence[Work]:
         rank, ranks = self.world.rank, self.world.size
+        hosts = self.world.symmetric.hosts
         with torch.no_grad():
-            owners = self.data.router(self.data.tokens).experts.flatten() // (self.cell.experts // ranks)
-        rows = self.world.gather(torch.bincount(owners, minlength=ranks).tolist())  # [source][workspace]
-        received = sum(own[rank] for own in rows)
-        sent, away = sum(rows[rank]) - rows[rank][rank], received - rows[rank][rank]
+            owners = self.data.router(self.data.tokens).experts // (self.cell.experts // ranks)
+        host_of = torch.tensor([hosts.of_rank[owner] for owner in range(ranks)], device=owners.device)[owners]
+        visits = [int((host_of == host).any(1).sum()) for host in range(len(hosts.ranks))]
+        slots = torch.bincount(owners.flatten(), minlength=ranks).tolist()
+        by_rank = self.world.gather((slots, visits))  # of each rank: rows for each rank's experts, tokens for each host
+        local = set(hosts.local) - {rank}
+        received = sum(to_ranks[rank] for to_ranks, _ in by_rank)
+        sent = sum(slots[other] for other in local) + sum(visits[host] for host in hosts.others)
+        away = sum(by_rank[other][0][rank] for other in local) + sum(by_rank[other][1][hosts.own] for other in hosts.served)
         phases = self.cell.phases(received, sent, away, ranks)
         return phases if stage == "layer_training" else phases[:1]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,3 +135,11 @@ class Hosts:
     def served(self) -> tuple[int, ...]:
         """The ranks of other hosts whose counterpart on this host is this rank."""
         return tuple(rank for rank in self.remote if self.counterpart(rank, self.own) == self.rank)
+
+    @cached_property
+    def most_served(self) -> int:
+        """The most ranks of other hosts that any rank serves."""
+        served = Counter(
+            self.counterpart(rank, host) for rank, own in self.of_rank.items() for host in range(len(self.ranks)) if host != own
+        )
+        return max(served.values(), default=0)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from dlrm_fused.ops.moe import expert_layer
+from dlrm_fused.ops.moe.op import _fake_forward
 from dlrm_fused.ops.schedules import Pair
-from tests.distributed.launch import on_hosts, run_ranks
+from dlrm_fused.symmetric.channel import Channel, ChannelExchange
+from dlrm_fused.symmetric.hosts import Hosts
+from tests.distributed.launch import cpu_group, on_hosts, run_ranks
 from tests.ops.all_gather_gemm import cases as layers
 from tests.ops.gemm_all_to_all import cases as products
 from tests.ops.gemv_all_reduce import test_op as sums
@@ -55,3 +62,46 @@ def test_steps_of_experts_with_a_straggler_and_passes_in_flight_repeat_to_the_bi
     for rank, by_seed in enumerate(run_ranks(4, on_hosts, HOSTS[0], experts.run_steps, case, 40)):
         for seed, own in enumerate(by_seed):
             torch.testing.assert_close(own, experts.expected(case, seed)[rank], rtol=1e-5, atol=1e-5)
+
+
+def bytes_between_hosts(case: experts.Case) -> list[int]:
+    """On a rank: the bytes that each exchange of a forward pass sends to other hosts."""
+    exchange, sent_bytes = Channel.exchange, []
+
+    def counted(channel: Channel, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], **what: int) -> ChannelExchange:
+        sent_bytes.append(sum(part.nbytes for part in sent.values()))
+        return exchange(channel, sent, received, **what)
+
+    with cpu_group() as group, mock.patch.object(Channel, "exchange", counted):
+        inputs = experts.draw(case, 0)[group.rank]
+        expert_layer(experts.make_workspace(group, case), *inputs.arguments())
+    return sent_bytes
+
+
+def test_a_token_crosses_once_to_each_host_that_has_some_of_its_experts_and_one_sum_comes_back() -> None:
+    hosts = (0, 0, 1, 1, 2)
+    case = experts.Case("five experts each", (7, 5, 6, 3, 4), 15, 5, experts.with_gaps)
+    row, gates, ids = 4 * case.width, 4 * case.top_k, 8 * case.top_k
+    visits = [[0] * len(hosts) for _ in hosts]  # [a rank][the counterpart to which its tokens go]
+    for rank, inputs in enumerate(experts.draw(case, 0)):
+        for chosen in inputs.experts.tolist():
+            for host in {hosts[expert // 3] for expert in chosen if expert >= 0} - {hosts[rank]}:
+                visits[rank][Hosts(((0, 1), (2, 3), (4,)), rank).counterpart(rank, host)] += 1
+    by_rank = run_ranks(len(hosts), on_hosts, hosts, bytes_between_hosts, case)
+    for rank, (_, tokens, results, _) in enumerate(by_rank):
+        assert tokens == sum(visits[rank]) * (row + gates + ids)
+        assert results == sum(to[rank] for to in visits) * row
+
+
+def shapes_of_outputs(case: experts.Case) -> tuple[list[torch.Size], list[torch.Size]]:
+    """On a rank: of the operator's outputs, and of those that a compiler is told to expect."""
+    with cpu_group() as group:
+        inputs, workspace = experts.draw(case, 0)[group.rank], experts.make_workspace(group, case)
+        arguments = *inputs.arguments(), 1.0, workspace.handle
+        outputs = torch.ops.dlrm_fused.expert_layer(*arguments)
+        return [output.shape for output in outputs], [output.shape for output in _fake_forward(*arguments)]
+
+
+def test_a_compiler_expects_the_shapes_of_experts_between_hosts() -> None:
+    for found, expected in run_ranks(4, on_hosts, HOSTS[2], shapes_of_outputs, experts.CASES[4][0]):
+        assert found == expected

@@ -233,14 +233,6 @@ def launch_route() -> None:
     dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=2 * TILE_ROWS, block=block)
 
 
-def launch_slices_of_experts() -> None:
-    targets, of_rows = torch.zeros(64).int(), torch.zeros(64, dtype=torch.int64)
-    dispatch.slices_kernel[(4,)](
-        targets, targets, memory().addresses, of_rows, of_rows, 64, EXPERTS, TILE_ROWS, 2 * TILE_ROWS,
-        RANK=RANK, WORLD=WORLD, RANKS=WORLD, LANES=EXPERTS // WORLD, num_warps=4,
-    )  # fmt: skip
-
-
 def launch_steps(dtype: torch.dtype) -> None:
     of_experts, tokens = steps.KernelSteps(ACTIVATIONS["silu"]), rows(dtype)
     of_experts.zero_pads(tokens, torch.zeros(len(tokens)).int(), groups())
@@ -506,7 +498,6 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "place_rows": (lambda: launch_place_rows(False), {"place_rows_kernel"}),
     "place_rows_of_tables": (lambda: launch_place_rows(True), {"place_rows_kernel"}),
     "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_kernel"}),
-    "slices_of_experts": (launch_slices_of_experts, {"slices_kernel"}),
     "hidden_layer": (lambda: launch_hidden_layer("silu", TILE_ROWS), OF_HIDDEN_LAYER),
     "hidden_layer_of_few_rows": (lambda: launch_hidden_layer("silu", 16), OF_HIDDEN_LAYER),
     "hidden_layer_swiglu": (lambda: launch_hidden_layer("swiglu", 128), OF_HIDDEN_LAYER),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from dlrm_fused.ops.common.scatter_rows import ItemsByRank
-from tests.distributed.launch import on_hosts, run_ranks
+from tests.distributed.launch import cpu_group, on_hosts, run_ranks
 from tests.ops.all_gather_gemm import cases as layers
 from tests.ops.embedding_all_to_all.test_kernels import TOLERANCE, largest_difference, run_world, small_world
 from tests.ops.embedding_all_to_all.world import Traffic, mixed_world
@@ -58,6 +60,27 @@ def test_sums_are_the_same_bits_on_all_ranks() -> None:
 def run_experts(cases: list[experts.Case]) -> list[tuple[experts.Results, experts.Results]]:
     forbid_sorting()
     return experts.run_cases(cases)
+
+
+def with_wrong_ids(tokens: int, case: experts.Case, generator: torch.Generator) -> Tensor:
+    """Chosen with gaps, where some gaps are ids that do not exist, and some repeat one of the token's."""
+    chosen = experts.with_gaps(tokens, case, generator)
+    spoiled = torch.where(chosen == -1, 2**32 + 1, chosen)
+    is_repeated = (chosen[:, 1] == -1) & (chosen[:, 0] >= 0)
+    spoiled[is_repeated, 1] = chosen[is_repeated, 0]
+    return spoiled
+
+
+def test_wrong_ids_of_experts_count_as_none() -> None:
+    right = experts.Case("with gaps", (7, 5, 6, 3), 8, 3, experts.with_gaps)
+    by_rank = run_ranks(4, on_hosts, HOSTS[0], run_fused_experts, replace(right, choose=with_wrong_ids))
+    for own, wanted in zip(by_rank, experts.expected(right, 0), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+
+
+def run_fused_experts(case: experts.Case) -> experts.Results:
+    with cpu_group() as group:
+        return experts.run_fused(experts.make_workspace(group, case), experts.draw(case, 0)[group.rank])
 
 
 def test_experts_are_the_dense_computation() -> None:

@@ -52,6 +52,7 @@ def test_every_rank_of_another_host_has_one_counterpart_that_serves_it() -> None
             for host in hosts.others:
                 (server,) = [other for other in hosts.ranks[host] if rank in hosts_of(names, other).served]
                 assert server == hosts.counterpart(rank, host)
+        assert hosts_of(names, 0).most_served == max(len(hosts_of(names, rank).served) for rank in ranks)
 
 
 @pytest.mark.parametrize(

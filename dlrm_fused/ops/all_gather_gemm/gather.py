@@ -79,7 +79,7 @@ def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) ->
         workspace.window_of(workspace.gathered, fingerprint),
         rows_per_rank=all_rows,
         repeats=ranks,
-        received=received if hosts.are_many else None,
+        received=received,
         by_rank=ItemsByRank.equal(all_rows, all_rows, ranks, workspace.rank * rows, items),
     )
     return gathered

@@ -49,7 +49,7 @@ def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: 
         torch.cat(targets),
         workspace.window_of(workspace.received, fingerprint),
         rows_per_rank=all_rows,
-        received={peer: numbers.long() + peer * rows for peer in hosts.remote} if hosts.are_many else None,
+        received={peer: numbers.long() + peer * rows for peer in hosts.remote},
         # Not for host code, which would store this rank's rows, too.
         by_rank=ItemsByRank.equal(all_rows, all_rows, ranks) if uses_kernels(product.device) else None,
     )

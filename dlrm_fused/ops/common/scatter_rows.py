@@ -113,8 +113,8 @@ def scatter_rows(
             rank * destinations_per_rank + i; or, of another host's rank, + its number in the slice.
         places_at: byte of the blocks from where an int32 for each row says to which row of the block it goes instead: the
             receiving rank has written that before this call.
-        received: where ranks are on several hosts: by rank of another one, int64: the rows of this rank's block to which those
-            of its slice belong.
+        received: by rank of another host, int64: the rows of this rank's block to which those of its slice belong. None or
+            empty: all targets are on this host, and nobody sends slices.
         by_rank: the targets by rank, where the caller knows them; the items of a rank are in the order of its slice. Kernels
             need those of other hosts alone.
 
@@ -126,11 +126,10 @@ def scatter_rows(
     stored = dtype or source.dtype
     first = rank * destinations_per_rank
     call = _Call(source, source_rows, targets, window, rows_per_rank, repeats, stored, scale, destinations_at, first, places_at)
-    if by_rank is None and (remote or not by_kernel):
+    if by_rank is None and (received or not by_kernel):
         by_rank = ItemsByRank.of(targets, rows_per_rank, channel.group.world_size)
     exchange = None
-    if remote:
-        assert received is not None, f"channel {channel.name}: ranks on several hosts, and nothing said of their slices"
+    if received:
         assert by_rank is not None
         slices = {peer: call.values(by_rank.items(peer)) for peer in remote}
         arriving = {peer: source.new_empty(len(rows), source.shape[1], dtype=stored) for peer, rows in received.items()}

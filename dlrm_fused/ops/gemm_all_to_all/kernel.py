@@ -27,7 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import uses_tf32
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.common.scatter_rows import ItemsByRank
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, tiles_of_groups, tiles_of_product
@@ -86,15 +85,11 @@ class Routes(NamedTuple):
         destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No
             two of all ranks may be equal, and none may be outside: to check that would be to wait for the device.
         slots: rows of every rank's result.
-        to_hosts: the rows that go to ranks of other hosts, in the order of the slices; None on one host.
-        from_hosts: this rank's slots whose rows come from there, likewise.
     """
 
     groups: Groups
     destinations: Tensor
     slots: int
-    to_hosts: ItemsByRank | None = None
-    from_hosts: ItemsByRank | None = None
 
 
 @triton.jit(do_not_specialize=["tiles", "groups"])

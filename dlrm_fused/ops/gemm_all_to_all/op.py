@@ -180,15 +180,7 @@ def _multiply_and_exchange(
         product = x.new_empty(rows, columns)
         for rank in hosts.local:
             _product(rows_of[rank], weight, scale, rows, product.chunk(workspace.world_size)[rank])
-        nothing = ItemsByRank([0] * (workspace.world_size + 1), None, None, rows)  # is left to send to other hosts
-        scatter_rows(
-            product,
-            _destinations(workspace, rows, hosts.local),
-            window,
-            rows_per_rank=rows,
-            received={},
-            by_rank=nothing if uses_kernels(x.device) else None,
-        )
+        scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
     for exchange in exchanges:
         exchange.complete()
 

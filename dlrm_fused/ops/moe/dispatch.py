@@ -6,12 +6,11 @@ tiles of ``tile_rows``; within an expert, the rows of rank r + 1 come first, the
 the order of their slots. So the tiles whose results have to travel come first, and every rank knows every row's place from the
 counts of all ranks alone.
 
-A rank of another host gets a slice: the rows of its experts one expert after the other, in the order of their slots.
+All of this is inside a host; ranks of other hosts have no slots here. :mod:`~dlrm_fused.ops.moe.between_hosts` has the rest.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.scatter_rows import ItemsByRank
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import TILES_OF_PROGRAM, Groups, store_order
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
-from dlrm_fused.symmetric.hosts import Hosts
 from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of, next_power_of_2
 
 # Slots that a program compares with each other; a chunk is as many whole tokens as fit.
@@ -42,55 +39,17 @@ def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile
     return (rows + min(rows, local) * (tile_rows - 1)) // tile_rows * tile_rows
 
 
-class ExpertSlices(NamedTuple):
-    """The rows that travel between hosts. Both lists have one rank of another host after the other, in the order of its slice.
-
-    Attributes:
-        slots: int64 [slots]: those whose rows this rank sends; what is beyond their number means nothing.
-        rows: int64 [rows of a receive block]: those of this rank's block where the rows that it is sent belong; likewise.
-        counts: int64 [2, ranks], on the host: how many slots, and rows, of each rank; 0 for ranks of this host.
-    """
-
-    slots: Tensor
-    rows: Tensor
-    counts: Tensor
-
-    @staticmethod
-    def none(like: Tensor) -> ExpertSlices:
-        """Return those of ranks on one host."""
-        slots, rows = (like.new_empty(0, dtype=torch.int64) for _ in range(2))
-        return ExpertSlices(slots, rows, torch.empty(0, dtype=torch.int64))
-
-    @property
-    def sent(self) -> ItemsByRank | None:
-        """The slots by the rank to which their rows go; None on one host."""
-        return self._items(self.slots, 0)
-
-    @property
-    def received(self) -> ItemsByRank | None:
-        """The rows by the rank from which they come; None on one host."""
-        return self._items(self.rows, 1)
-
-    def _items(self, flat: Tensor, way: int) -> ItemsByRank | None:
-        if not self.counts.numel():
-            return None
-        return ItemsByRank([0, *itertools.accumulate(self.counts[way].tolist())], flat, None, 0)
-
-
 class RoutesToExperts(NamedTuple):
     """The places that rows go to and come from.
 
     Attributes:
-        targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; for a rank of another host, the
-            number in the slice in place of the row; -1 for a slot without expert.
+        targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; -1 for a slot without expert.
         groups: the rows of each of this rank's experts in its own receive block.
-        slices: between hosts.
-        slots: int64 [experts]: of all ranks together.
+        slots: int64 [experts]: of all ranks of this host together.
     """
 
     targets: Tensor
     groups: Groups
-    slices: ExpertSlices
     slots: Tensor
 
 
@@ -103,12 +62,11 @@ def route(
     rows_per_rank: int,
     block: tuple[Tensor, Tensor] | None = None,
 ) -> RoutesToExperts:
-    """Routes of this rank's slots. One epoch: collective. On GPUs the host waits for the device between hosts alone, for the
-    sizes of slices.
+    """Routes of this rank's slots. One epoch: collective. On GPUs the host does not wait for the device.
 
     Args:
-        experts: int64 [tokens, k], contiguous: ids below ``count``, or -1. Kernels take any other id for -1, and so every
-            repetition of an id in a row.
+        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1. Kernels take ids from ``count`` on,
+            and every repetition of an id in a row, for -1.
         window: int32 [ranks, count] on each rank, for the counts of all ranks.
         count: experts of all ranks.
         tile_rows: rows of a tile.
@@ -117,8 +75,7 @@ def route(
             and -1, where no rank will store. Tiles of one row have none.
 
     Raises:
-        CommunicationError: on the CPU and between hosts, if a peer is lost or makes another call; on GPUs of one host a later
-            call raises it.
+        CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     if not uses_kernels(window.memory.local.device):
         return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
@@ -144,11 +101,6 @@ def route(
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
     counts = memory.local.view(torch.int32)[: ranks * count].view(ranks, count)
-    slices = ExpertSlices.none(experts)
-    if channel.group.hosts.are_many:
-        _exchange_counts_between_hosts(counts, window)
-        of_slices = _counts_of_slices(counts.cpu(), channel.group.hosts)
-        channel.raise_fault()  # counts of a message that was aborted would send kernels beyond their memory
     targets, first_rows = torch.empty_like(positions), starts.new_empty(count)
     tiles, parts = rows_per_rank // tile_rows, ceil_div(tile_rows, _PAD_ROWS.value)
     order, slots_of_experts = starts.new_empty(2, tiles), experts.new_empty(count)
@@ -158,20 +110,13 @@ def route(
     layout = layout_of(experts, block_rows, destinations), count, tile_rows, rows_per_rank, block is None
     channel.launches(
         layout, place_kernel, (max(of_slots, of_tiles, local * parts),),
-        SlotArgs(experts, positions, starts, targets), counts, memory.addresses, first_rows, slots_of_experts, groups.bounds,
+        SlotArgs(experts, positions, starts, targets), counts, first_rows, slots_of_experts, groups.bounds,
         groups.local_from, order, block_rows, destinations,
         slots, count, tile_rows, tiles, rows_per_rank, block_rows.shape[-1],
         RANK=channel.group.rank, WORLD=ranks, RANKS=next_power_of_2(ranks), LANES=next_power_of_2(local),
         CHUNK=chunk, CLEARS_PADS=block is not None, PARTS=parts, num_warps=4,
     )  # fmt: skip
-    if channel.group.hosts.are_many:
-        flat, rows = targets.new_empty(slots, dtype=torch.int64), targets.new_empty(rows_per_rank, dtype=torch.int64)
-        slices_kernel[(max(of_slots, ranks * local),)](
-            targets, counts, memory.addresses, flat, rows, slots, count, tile_rows, rows_per_rank,
-            RANK=channel.group.rank, WORLD=ranks, RANKS=next_power_of_2(ranks), LANES=next_power_of_2(local), num_warps=4,
-        )  # fmt: skip
-        slices = ExpertSlices(flat, rows, of_slices)
-    return RoutesToExperts(targets, groups, slices, slots_of_experts)
+    return RoutesToExperts(targets, groups, slots_of_experts)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -250,7 +195,7 @@ class SlotArgs(NamedTuple):
 
 @triton.jit(do_not_specialize=["slots", "tiles"])
 def place_kernel(
-    of_slots, counts, addresses, first_rows, slots_of_experts, bounds, local_from, order, rows, destinations, slots, experts,
+    of_slots, counts, first_rows, slots_of_experts, bounds, local_from, order, rows, destinations, slots, experts,
     tile_rows, tiles, rows_per_rank, width,
     RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
     CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr,
@@ -260,7 +205,6 @@ def place_kernel(
     Args:
         of_slots: :class:`SlotArgs`.
         counts: int32 [ranks, experts].
-        addresses: of the ranks' memory; 0 for ranks of other hosts, whose slices have rows of their own numbers.
         first_rows: int32 [experts], scratch: where this rank's rows begin. All programs store the same.
         rows, destinations: of the receive block, with CLEARS_PADS.
         RANKS, LANES: powers of two, at least WORLD and experts / WORLD.
@@ -270,20 +214,16 @@ def place_kernel(
     exists = (receiver < WORLD) & (lane < local)
     expert = receiver * local + lane
     total, before = tl.zeros((RANKS, LANES), tl.int32), tl.zeros((RANKS, LANES), tl.int32)
-    remote, own = tl.zeros((RANKS, LANES), tl.int32), tl.zeros((RANKS, LANES), tl.int32)
+    remote = tl.zeros((RANKS, LANES), tl.int32)
     own_turn = (RANK - receiver - 1 + WORLD) % WORLD
     for source in tl.static_range(WORLD):
         count = tl.load(counts + source * experts + expert, mask=exists, other=0)
         total += count
         before += tl.where((source - receiver - 1 + WORLD) % WORLD < own_turn, count, 0)
         remote += tl.where(source == receiver, 0, count)
-        if source == RANK:
-            own += count
     tiles_of_expert = tl.cdiv(total, tile_rows)
     end = tl.cumsum(tiles_of_expert, axis=1)
-    is_here = tl.load(addresses + receiver, mask=receiver < WORLD, other=0) != 0
-    first_row = tl.where(is_here, (end - tiles_of_expert) * tile_rows + before, tl.cumsum(own, axis=1) - own)
-    tl.store(first_rows + expert, first_row, mask=exists)
+    tl.store(first_rows + expert, (end - tiles_of_expert) * tile_rows + before, mask=exists)
     tl.debug_barrier()
 
     slot = program * _SLOTS_OF_PROGRAM + tl.arange(0, _SLOTS_OF_PROGRAM)
@@ -319,51 +259,6 @@ def place_kernel(
         clear_rows(rows, pad, is_pad, width, _PAD_ROWS, _PAD_COLUMNS)
 
 
-@triton.jit(do_not_specialize=["slots", "tile_rows", "rows_per_rank"])
-def slices_kernel(
-    targets, counts, addresses, sent_slots, received_rows, slots, experts, tile_rows, rows_per_rank,
-    RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Fill :class:`ExpertSlices`. A program has some slots, and the rows that one rank sends for one expert of this rank.
-
-    Args:
-        targets: int32 [slots], :attr:`RoutesToExperts.targets`.
-        counts: int32 [ranks, experts].
-        addresses: of the ranks' memory; 0 for ranks of other hosts.
-        sent_slots, received_rows: int64, to be filled.
-        RANKS, LANES: powers of two, at least WORLD and experts / WORLD.
-    """
-    program, local = tl.program_id(0), experts // WORLD
-    slot = program * _SLOTS_OF_PROGRAM + tl.arange(0, _SLOTS_OF_PROGRAM)
-    target = tl.load(targets + slot, mask=slot < slots, other=-1)
-    lane = tl.arange(0, LANES)
-    first_sent = tl.zeros((), tl.int32)
-    for rank in range(WORLD):
-        if tl.load(addresses + rank) == 0:
-            is_sent = (target >= 0) & (target // rows_per_rank == rank)
-            tl.store(sent_slots + first_sent + target % rows_per_rank, slot.to(tl.int64), mask=is_sent)
-            first_sent += tl.sum(tl.load(counts + RANK * experts + rank * local + lane, mask=lane < local, other=0), axis=0)
-
-    sender, expert = program // local, program % local
-    if sender < WORLD:  # noqa: SIM102 - elsewhere there is no address
-        if tl.load(addresses + sender) == 0:
-            source, own = tl.arange(0, RANKS)[:, None], RANK * local + lane[None, :]
-            is_there = (source < WORLD) & (lane < local)[None, :]
-            count = tl.load(counts + source * experts + own, mask=is_there, other=0)
-            tiles = tl.cdiv(tl.sum(count, axis=0), tile_rows)
-            turn = (source - RANK - 1 + WORLD) % WORLD
-            is_earlier = (turn < (sender - RANK - 1 + WORLD) % WORLD) & (lane == expert)[None, :]
-            row = tl.sum(tl.where(lane < expert, tiles, 0), axis=0) * tile_rows
-            row += tl.sum(tl.sum(tl.where(is_earlier, count, 0), axis=1), axis=0)
-            is_remote = tl.load(addresses + source, mask=source < WORLD, other=1) == 0
-            is_before = is_remote & ((source < sender) | ((source == sender) & (lane < expert)[None, :]))
-            first = tl.sum(tl.sum(tl.where(is_before, count, 0), axis=1), axis=0)
-            rows = tl.load(counts + sender * experts + RANK * local + expert)
-            for begin in range(0, rows, _SLOTS_OF_PROGRAM):
-                number = begin + tl.arange(0, _SLOTS_OF_PROGRAM)
-                tl.store(received_rows + first + number, (row + number).to(tl.int64), mask=number < rows)
-
-
 @triton.jit
 def clear_rows(rows, row, is_cleared, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Zero those of ROWS rows that are to be cleared."""
@@ -385,71 +280,10 @@ def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows
 
     channel.run_epoch(lambda peer, _: counts_at(peer)[group.rank].copy_(own), fingerprint=fingerprint)
     counts = counts_at(group.rank)
-    if group.hosts.are_many:
-        _exchange_counts_between_hosts(counts, window)
-    first_rows_of_ranks, groups = place_experts(counts, group.rank, tile_rows)
-    first_rows, received = first_rows_of_ranks[group.rank], slots.new_empty(0)
-    if group.hosts.are_many:
-        received = _received_rows(counts, first_rows_of_ranks, group.hosts)
-        _number_rows_of_slices(first_rows, own, group.hosts)
+    first_rows, groups = place_experts(counts, group.rank, tile_rows)
     receivers = slots // (count // group.world_size)
-    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
-    slices = ExpertSlices.none(targets)
-    if group.hosts.are_many:
-        by_rank = ItemsByRank.of(targets, rows_per_rank, group.world_size)
-        sent = torch.cat(list(by_rank.of_ranks(sorted(group.hosts.remote)).values()))
-        slices = ExpertSlices(
-            _filled_up(sent, slots.numel()), _filled_up(received, rows_per_rank), _counts_of_slices(counts, group.hosts)
-        )
-    return RoutesToExperts(targets.int(), groups, slices, counts.sum(0))
-
-
-def _filled_up(numbers: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(numbers, (0, size - len(numbers)))
-
-
-def _counts_of_slices(counts: Tensor, hosts: Hosts) -> Tensor:
-    """Return :attr:`ExpertSlices.counts` from int32 [ranks, experts] on the host."""
-    of_pairs = counts.long().view(len(counts), len(counts), -1).sum(2)
-    of_slices = torch.stack([of_pairs[hosts.rank], of_pairs[:, hosts.rank]])
-    of_slices[:, list(hosts.local)] = 0
-    return of_slices
-
-
-def _exchange_counts_between_hosts(counts: Tensor, window: ReceiveWindow) -> None:
-    """Complete int32 [ranks, experts] by the counts of the ranks of other hosts. Collective."""
-    channel, remote = window.channel, window.channel.group.hosts.remote
-    sent = counts[channel.group.rank].clone()
-    channel.exchange(
-        dict.fromkeys(remote, sent), {rank: counts[rank] for rank in remote}, fingerprint=window.fingerprint
-    ).complete()
-
-
-def _number_rows_of_slices(first_rows: Tensor, own: Tensor, hosts: Hosts) -> None:
-    """Replace the first rows of experts on other hosts, in place, by those in the slices; as :func:`place_kernel` does.
-
-    Args:
-        first_rows: [experts], of :func:`place_experts`.
-        own: [experts], this rank's counts.
-    """
-    by_rank = own.view(len(hosts.of_rank), -1)
-    in_slice = by_rank.cumsum(1) - by_rank
-    remote = torch.tensor(hosts.remote, dtype=torch.int64, device=first_rows.device)
-    first_rows.view_as(by_rank)[remote] = in_slice[remote].to(first_rows.dtype)
-
-
-def _received_rows(counts: Tensor, first_rows: Tensor, hosts: Hosts) -> Tensor:
-    """Return :attr:`ExpertSlices.rows`.
-
-    Args:
-        counts: [ranks, experts], of all ranks, on the host.
-        first_rows: of :func:`place_experts`.
-    """
-    local, remote = counts.shape[1] // counts.shape[0], sorted(hosts.remote)
-    own = slice(hosts.rank * local, (hosts.rank + 1) * local)
-    lengths = counts[remote, own].long().flatten()
-    shifts = first_rows[remote, own].flatten() - lengths.cumsum(0) + lengths
-    return torch.repeat_interleave(shifts, lengths) + torch.arange(int(lengths.sum()))
+    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[group.rank][slots] + positions, -1)
+    return RoutesToExperts(targets.int(), groups, counts.sum(0))
 
 
 def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import expect_no_gradient, needs_dispatcher, needs_node, without_autocast
-from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.ops.moe.dispatch import ExpertSlices, route
+from dlrm_fused.ops.moe.between_hosts import Crossings
+from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace, check_row
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
@@ -81,7 +82,7 @@ def expert_layer_with_slots(
 
 
 # Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
-# layer before and after its activation, the experts' results by slot, the routes, the order of tiles, the slices between
+# layer before and after its activation, the experts' results by slot, the routes, the order of tiles, the crossings between
 # hosts, and both weights if they were rounded; empty tensors if not.
 torch.library.define(
     "dlrm_fused::expert_layer",
@@ -91,8 +92,9 @@ torch.library.define(
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
     "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, "
-    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, Tensor sent_slots, Tensor received_rows, "
-    "Tensor slice_counts, ScalarType weights_dtype, float gradient_scale, int handle) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, Tensor crossing_tokens, "
+    "Tensor crossing_counts, Tensor crossing_gates, ScalarType weights_dtype, float gradient_scale, int handle) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -109,17 +111,19 @@ def _forward(
         with abort_peers_on_error(workspace.channel):
             _check_ids(workspace, experts)
     if workspace.group.hosts.are_many and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UsageError(f"{workspace.name}: between hosts a call cannot be captured: the host asks for the sizes of slices")
+        raise UsageError(f"{workspace.name}: between hosts a call cannot be captured: the host asks how many tokens cross")
     is_rounded = w_in.dtype != workspace.dtype
     x, w_in, w_out = aligned(x), aligned(w_in.to(workspace.dtype)), aligned(w_out.to(workspace.dtype))
     steps = workspace.steps
 
+    boundary, crossings = workspace.boundary, Crossings.none(x)
+    if boundary:
+        x, experts, crossings = boundary.receive_guests(x, experts, gates)
+        gates = crossings.gates
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
-    if workspace.group.hosts.are_many:
-        destinations.fill_(-1)  # slices are made of all that is not
     counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
-    targets, groups, slices, slots = route(
+    targets, groups, slots = route(
         experts,
         counting,
         count=workspace.experts,
@@ -135,39 +139,34 @@ def _forward(
         repeats=workspace.top_k,
         destinations_at=workspace.memory.destinations_at,
         destinations_per_rank=workspace.memory.slots,
-        **_between_hosts(workspace, slices.sent, slices.received),
     )
     hidden, activated = steps.hidden(rows, w_in, groups)
     combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
-    to_tokens = workspace.to_tokens(received, groups, slices)
+    to_tokens = workspace.to_tokens(received, groups)
     window = workspace.window(workspace.combined, combined, "results")
     steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
+    if boundary:
+        out, slots = boundary.return_sums(out, crossings), boundary.sum_slots(slots)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
     rounded = (w_in, w_out) if is_rounded else (w_in.new_empty(0), w_out.new_empty(0))
-    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles), *slices, *rounded
-
-
-def _between_hosts(workspace: ExpertWorkspace, sent: ItemsByRank | None, received: ItemsByRank | None) -> dict[str, Any]:
-    """Return what :func:`scatter_rows` is told of slices; its CPU path finds what is sent by itself."""
-    if received is None:
-        return {}
-    by_rank = sent if uses_kernels(workspace.device) else None
-    return {"received": received.of_ranks(workspace.group.hosts.remote), "by_rank": by_rank}
+    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles), *crossings, *rounded
 
 
 @without_autocast
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
-    received, hidden, activated, combined, targets, bounds, local_from, order, *of_slices, weights_dtype, scale, handle = held
+    received, hidden, activated, combined, targets, bounds, local_from, order, *crossing, weights_dtype, scale, handle = held
     workspace = ExpertWorkspace.of(handle)
     workspace.begin_call()
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
     gradient, w_in, w_out = aligned(gradient.contiguous()), aligned(w_in), aligned(w_out)
+    boundary, crossings = workspace.boundary, Crossings(*crossing)
+    if boundary:
+        gradient, gates = boundary.receive_gradients(gradient, crossings), crossings.gates
 
     # Rows received here are used up before the next call: spare blocks serve.
     receiving, combining = workspace.received.spare, workspace.combined.spare
-    slices = ExpertSlices(*of_slices)
-    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups, slices)
+    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups)
     scatter_rows(
         gradient,
         targets,
@@ -175,15 +174,18 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
         rows_per_rank=workspace.memory.rows,
         repeats=workspace.top_k,
         scale=gates.flatten(),
-        **_between_hosts(workspace, slices.sent, slices.received),
     )
     steps.zero_pads(gradient_rows, to_tokens.destinations, groups)
     hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
     window = workspace.window(workspace.combined, combining, "gradients of tokens")
     steps.combine(hidden_gradient, w_in, to_tokens, window, transposed=True)
+    x_gradient = steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k)
+    gates_gradient = steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k)
+    if boundary:
+        x_gradient, gates_gradient = boundary.return_gradients(x_gradient, gates_gradient, crossings)
     return (
-        steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k),
-        steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),
+        x_gradient,
+        gates_gradient,
         steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, scale, weights_dtype),
         steps.weight_gradient(gradient_rows, activated, groups, scale, weights_dtype),
     )
@@ -235,7 +237,8 @@ def _fake_forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
     workspace = ExpertWorkspace.of(handle)
-    memory, local, are_many = workspace.memory, workspace.local_experts, workspace.group.hosts.are_many
+    memory, local, boundary = workspace.memory, workspace.local_experts, workspace.boundary
+    tokens = len(x) + (boundary.most_guests if boundary else 0)
     return (
         torch.empty_like(x),
         experts.new_empty(workspace.experts),
@@ -243,13 +246,11 @@ def _fake_forward(
         x.new_empty(memory.rows, w_in.shape[1]),
         x.new_empty(memory.rows, w_out.shape[2]),
         x.new_empty(memory.combined_bytes, dtype=torch.uint8),
-        experts.new_empty(experts.numel(), dtype=torch.int32),
+        experts.new_empty(tokens * workspace.top_k, dtype=torch.int32),
         experts.new_empty(local + 1, dtype=torch.int32),
         experts.new_empty(local, dtype=torch.int32),
         experts.new_empty(2, workspace.tiles, dtype=torch.int32),
-        experts.new_empty(experts.numel() if are_many else 0),
-        experts.new_empty(memory.rows if are_many else 0),
-        torch.empty((2, workspace.group.world_size) if are_many else (0,), dtype=torch.int64),
+        *(boundary.fake_crossings(experts, gates) if boundary else Crossings.none(x)),
         *(x.new_empty(0 if weight.dtype == workspace.dtype else weight.shape) for weight in (w_in, w_out)),
     )
 

@@ -70,8 +70,7 @@ class HostSteps:
         """
         by_expert = weight if transposed else weight.transpose(1, 2)
         results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(routes.groups.slices())])
-        received = None if routes.from_hosts is None else routes.from_hosts.of_ranks(window.channel.group.hosts.remote)
-        scatter_rows(results, routes.destinations[: len(results)], window, rows_per_rank=routes.slots, received=received)
+        scatter_rows(results, routes.destinations[: len(results)], window, rows_per_rank=routes.slots)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         """``sum over j of gates[t, j] * slots[t * k + j]``, j ascending, in fp32; [T, d]. Without gates, they are 1.
@@ -115,15 +114,7 @@ class KernelSteps(HostSteps):
         return result
 
     def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
-        if routes.from_hosts is None:
-            grouped_gemm(rows, weight, routes, window, weight_is_transposed=transposed)
-            return
-        results = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
-        grouped_gemm(rows, weight, routes.groups, results, weight_is_transposed=transposed)
-        received = routes.from_hosts.of_ranks(window.channel.group.hosts.remote)
-        scatter_rows(
-            results, routes.destinations, window, rows_per_rank=routes.slots, received=received, by_rank=routes.to_hosts
-        )
+        grouped_gemm(rows, weight, routes, window, weight_is_transposed=transposed)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         width = slots.shape[1]

@@ -14,7 +14,8 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes
 from dlrm_fused.ops.moe.activations import Activation
-from dlrm_fused.ops.moe.dispatch import ExpertSlices, max_rows_of_rank
+from dlrm_fused.ops.moe.between_hosts import HostBoundary
+from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.device import round_up, uses_kernels
@@ -39,7 +40,7 @@ class ExpertMemory:
     Attributes:
         tile_rows: to which each expert's rows are padded.
         rows: of a receive block, in the worst case; a multiple of ``tile_rows``.
-        slots: (token, expert) pairs of a rank, at most; each has a row of a block of results.
+        slots: (token, expert) pairs of a rank and its guests, at most; each has a row of a block of results.
         received_bytes: of a receive block: rows, then destinations.
         destinations_at: byte of it at which the destinations begin.
         combined_bytes: of a block of results.
@@ -63,18 +64,27 @@ class ExpertMemory:
 
 
 def expert_memory(
-    ranks: int, experts: int, top_k: int, max_tokens: int, width: int, dtype: torch.dtype, *, with_kernels: bool
+    ranks: int,
+    experts: int,
+    top_k: int,
+    max_tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    with_kernels: bool,
+    served: int = 0,
 ) -> ExpertMemory:
     """Return the memory of an :class:`ExpertWorkspace` with these settings.
 
     Args:
         with_kernels: whether kernels run, which want rows in tiles: on GPUs.
+        served: ranks of other hosts that a rank serves, at most: the number of these hosts, if all have as many ranks.
     """
     tile_rows = 1
     if with_kernels:
         expected = rows_of_an_expert(ranks, experts, top_k, max_tokens)
         tile_rows = max(_FEWEST_TILE_ROWS, next(tile for least, tile in _TILE_ROWS.items() if expected >= least))
-    rows, slots = max_rows_of_rank(ranks, experts, top_k, max_tokens, tile_rows), max_tokens * top_k
+    rows, slots = max_rows_of_rank(ranks, experts, top_k, max_tokens, tile_rows), (1 + served) * max_tokens * top_k
     destinations_at = rows * width * dtype.itemsize
     received_bytes, combined_bytes = destinations_at + rows * 4, slots * width * dtype.itemsize
     counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
@@ -100,6 +110,7 @@ class ExpertWorkspace(Workspace):
     Attributes:
         memory: how much of it there is.
         activation: of the experts.
+        boundary: to other hosts, if there are any.
     """
 
     def __init__(
@@ -134,7 +145,9 @@ class ExpertWorkspace(Workspace):
         super().__init__(group, name, lambda: self._check_settings(group, name), timeout_seconds=timeout_seconds)
         self.activation = Activation.named(activation, name)
         with_kernels = uses_kernels(group.device)
-        self.memory = expert_memory(group.world_size, experts, top_k, max_tokens, width, dtype, with_kernels=with_kernels)
+        sizes = group.world_size, experts, top_k, max_tokens, width, dtype
+        self.memory = expert_memory(*sizes, with_kernels=with_kernels, served=group.hosts.most_served)
+        self.boundary = HostBoundary(self.channel, experts, max_tokens) if group.hosts.are_many else None
         if group.rank == 0:
             logger.info(
                 "expert layer %s: %s of symmetric memory on each rank, for %d rows in the worst case",
@@ -171,9 +184,9 @@ class ExpertWorkspace(Workspace):
         """Return int32 [R]: the destinations in a receive block."""
         return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
 
-    def to_tokens(self, received: Tensor, groups: Groups, slices: ExpertSlices) -> Routes:
+    def to_tokens(self, received: Tensor, groups: Groups) -> Routes:
         """Return the places to which the results of the rows in a receive block belong."""
-        return Routes(groups, self.destinations_of(received), self.memory.slots, slices.received, slices.sent)
+        return Routes(groups, self.destinations_of(received), self.memory.slots)
 
     def slots_of(self, combined: Tensor) -> Tensor:
         """Return [slots, d]: the rows in a block of results."""
@@ -192,7 +205,7 @@ class ExpertWorkspace(Workspace):
             raise UsageError(f"{name}: top_k={self.top_k}; needed: at most experts={self.experts}")
         check_row(name, "width", self.width, self.dtype)
         rows = ranks * max_rows_of_rank(ranks, self.experts, self.top_k, self.max_tokens, max(_TILE_ROWS.values()))
-        if max(rows, ranks * self.max_tokens * self.top_k) >= 2**31:
+        if max(rows, ranks * (1 + group.hosts.most_served) * self.max_tokens * self.top_k) >= 2**31:
             raise UsageError(f"{name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
         return {"name": name, "dtype": self.dtype, "activation": self._activation, **settings}
 

@@ -80,7 +80,7 @@ def routes_of_calls(tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
         chosen = choose(tokens[group.rank], group.rank)
         seen = []
         for experts in (chosen, with_wrong_ids(chosen)):
-            targets, groups, _, slots = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
+            targets, groups, slots = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
             seen.append((targets, groups.bounds, groups.local_from, slots))
         dist.barrier()
         channel.raise_fault()

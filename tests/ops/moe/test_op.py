@@ -9,7 +9,8 @@ import torch
 
 from dlrm_fused.ops.moe import expert_layer, expert_memory
 from dlrm_fused.ops.moe import workspace as moe_workspace
-from tests.distributed.launch import cpu_group, run_ranks
+from dlrm_fused.ops.moe.workspace import ExpertMemory
+from tests.distributed.launch import cpu_group, on_hosts, run_ranks
 from tests.ops.moe.cases import (
     CASES,
     SCALE,
@@ -21,6 +22,7 @@ from tests.ops.moe.cases import (
     results,
     run_cases,
     run_float32_weights,
+    run_fused,
     run_steps,
 )
 from tests.ops.sequence_all_to_all.test_op import WithoutGradient
@@ -119,6 +121,24 @@ def test_memory_is_as_predicted_and_the_worst_case_fills_it() -> None:
     assert predicted.rows == 2 * 5 * 2
     assert by_rank[0][3][-1] == predicted.rows
     assert by_rank[1][3] == [0, 10, 10]
+
+
+@pytest.mark.parametrize(("hosts", "served"), [((0, 1), 1), ((0, 0, 1, 1), 1), ((0, 1, 1, 2), 3)])
+def test_memory_between_hosts_has_room_for_the_results_of_guests(hosts: tuple[int, ...], served: int) -> None:
+    case = replace(WORST, tokens=(5,) * len(hosts))
+    for own in run_ranks(len(hosts), on_hosts, hosts, memory_of, case):
+        assert own == expert_memory(
+            case.ranks, case.experts, case.top_k, max_tokens=5, width=case.width, dtype=torch.float32, with_kernels=False,
+            served=served,
+        )  # fmt: skip
+
+
+def memory_of(case: Case) -> ExpertMemory:
+    """Of a workspace that has seen all tokens of all ranks at the experts of rank 0."""
+    with cpu_group() as group:
+        workspace = make_workspace(group, case, max_tokens=5)
+        run_fused(workspace, draw(case, 1)[group.rank])
+        return workspace.memory
 
 
 def test_memory_with_kernels_has_room_for_the_pads_of_each_expert() -> None:
