@@ -200,7 +200,6 @@ _INDICES = "indices of a bag: their count has 31 bits"
 _ITEMS = "items of work: their count is an argument of 31 bits"
 _CHUNKS = "chunks of 1,024 positions, which have 31 bits where there is more than a chunk for each multiprocessor"
 _WORDS = "words of the protocol: a few for each rank"
-_COUNTS = "experts of all ranks, for each rank"
 _PARTS = "heads, rows of a tile and splits of a launch"
 _BOUNDED = {
     "ops/all_gather_gemm/kernel.py": {
@@ -283,10 +282,13 @@ _BOUNDED = {
         "first = number // (band * tiles) * band": _ITEMS,
         "in_band = number - first * tiles": _ITEMS,
     },
+    "ops/moe/crossing_steps.py": {
+        "first = (tl.program_id(0) - hosts) * TOKENS": _ROWS,
+        "token = tl.program_id(0) * ROWS": _ROWS,
+        "row = tl.program_id(0) * ROWS": _ROWS,
+        "column, choice = tl.program_id(1) * COLUMNS": _DIMENSION,
+    },
     "ops/moe/dispatch.py": {
-        "count = tl.load(counts + source * experts + own": _COUNTS,
-        "first_sent += tl.sum(tl.load(counts + RANK * experts": _COUNTS,
-        "rows = tl.load(counts + sender * experts": _COUNTS,
         "end_of_rows = tl.sum(": _ROWS,
         "expert = tl.program_id(0) * EXPERTS": _DIMENSION,
         "slot = program * _SLOTS_OF_PROGRAM": _ROWS,

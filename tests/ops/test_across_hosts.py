@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.moe import expert_layer
-from dlrm_fused.ops.moe.op import _fake_forward
+from dlrm_fused.ops.moe.op import _fake_forward, expert_layer_with_slots
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric.channel import Channel, ChannelExchange
 from dlrm_fused.symmetric.hosts import Hosts
@@ -81,16 +81,32 @@ def bytes_between_hosts(case: experts.Case) -> list[int]:
 def test_a_token_crosses_once_to_each_host_that_has_some_of_its_experts_and_one_sum_comes_back() -> None:
     hosts = (0, 0, 1, 1, 2)
     case = experts.Case("five experts each", (7, 5, 6, 3, 4), 15, 5, experts.with_gaps)
-    row, gates, ids = 4 * case.width, 4 * case.top_k, 8 * case.top_k
+    row, experts_and_gates = 4 * case.width, 48  # bytes; ten words and two that fill up
     visits = [[0] * len(hosts) for _ in hosts]  # [a rank][the counterpart to which its tokens go]
     for rank, inputs in enumerate(experts.draw(case, 0)):
         for chosen in inputs.experts.tolist():
             for host in {hosts[expert // 3] for expert in chosen if expert >= 0} - {hosts[rank]}:
                 visits[rank][Hosts(((0, 1), (2, 3), (4,)), rank).counterpart(rank, host)] += 1
     by_rank = run_ranks(len(hosts), on_hosts, hosts, bytes_between_hosts, case)
-    for rank, (_, tokens, results, _) in enumerate(by_rank):
-        assert tokens == sum(visits[rank]) * (row + gates + ids)
+    for rank, (_, tokens, results) in enumerate(by_rank):
+        assert tokens == sum(visits[rank]) * (row + experts_and_gates)
         assert results == sum(to[rank] for to in visits) * row
+
+
+def slots_of_experts(case: experts.Case) -> Tensor:
+    """On a rank: how many tokens have each expert, as the layer says."""
+    with cpu_group() as group:
+        workspace = experts.make_workspace(group, case)
+        return expert_layer_with_slots(workspace, *experts.draw(case, 0)[group.rank].arguments())[1]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_every_rank_is_told_how_many_tokens_of_all_hosts_have_each_expert(hosts: tuple[int, ...]) -> None:
+    case = experts.CASES[4][1]
+    chosen = torch.cat([inputs.experts for inputs in experts.draw(case, 0)])
+    wanted = torch.bincount(chosen[chosen >= 0], minlength=case.experts)
+    for told in run_ranks(4, on_hosts, hosts, slots_of_experts, case):
+        assert torch.equal(told, wanted)
 
 
 def shapes_of_outputs(case: experts.Case) -> tuple[list[torch.Size], list[torch.Size]]:

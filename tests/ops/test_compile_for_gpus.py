@@ -68,7 +68,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, choose_blocks, fitted,
 from dlrm_fused.ops.gemv_all_reduce.workspace import Inputs
 from dlrm_fused.ops.hstu_attention import BUCKETS, JaggedQueries, RelativeBias, backward
 from dlrm_fused.ops.hstu_attention import kernel as hstu
-from dlrm_fused.ops.moe import dispatch, products, steps
+from dlrm_fused.ops.moe import crossing_steps, dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
@@ -231,6 +231,16 @@ def launch_route() -> None:
     ids = torch.zeros(64, TOP_K, dtype=torch.int64)
     block = rows(), torch.zeros(2 * TILE_ROWS).int()
     dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=2 * TILE_ROWS, block=block)
+
+
+def launch_crossing(dtype: torch.dtype) -> None:
+    crossing, tokens = crossing_steps.KernelCrossing(torch.zeros(128, dtype=torch.int64), 0, [1, 2]), rows(dtype)
+    experts, gates = torch.zeros(len(tokens), TOP_K, dtype=torch.int64), torch.zeros(len(tokens), TOP_K)
+    places, _ = crossing.find_places(experts)
+    packed = crossing.pack(len(tokens), places, tokens, experts, gates)
+    crossing.unpack(packed, tokens, experts, gates, len(tokens))
+    crossing.add(crossing.pack(len(tokens), places, tokens), places, tokens)
+    crossing.add(crossing.pack(len(tokens), None, tokens, gates=gates), places, tokens, gates)
 
 
 def launch_steps(dtype: torch.dtype) -> None:
@@ -490,6 +500,7 @@ OF_FLAGS = {"begin_kernel", "gate_kernel", "mark_kernel"}
 OF_PIECES = {"arriving_gemm_kernel", "pushing_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
 # What is launched, and the kernels that it compiles.
 OF_HSTU = {"forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel"}
+OF_CROSSING = {"find_places_kernel", "pack_kernel", "unpack_kernel", "add_kernel"}
 OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel"}
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
@@ -498,6 +509,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "place_rows": (lambda: launch_place_rows(False), {"place_rows_kernel"}),
     "place_rows_of_tables": (lambda: launch_place_rows(True), {"place_rows_kernel"}),
     "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_kernel"}),
+    "crossing": (lambda: launch_crossing(HALF), OF_CROSSING),
+    "crossing_fp32": (lambda: launch_crossing(SINGLE), OF_CROSSING),
     "hidden_layer": (lambda: launch_hidden_layer("silu", TILE_ROWS), OF_HIDDEN_LAYER),
     "hidden_layer_of_few_rows": (lambda: launch_hidden_layer("silu", 16), OF_HIDDEN_LAYER),
     "hidden_layer_swiglu": (lambda: launch_hidden_layer("swiglu", 128), OF_HIDDEN_LAYER),

@@ -45,7 +45,7 @@ class RoutesToExperts(NamedTuple):
     Attributes:
         targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; -1 for a slot without expert.
         groups: the rows of each of this rank's experts in its own receive block.
-        slots: int64 [experts]: of all ranks of this host together.
+        slots: int64 [experts]: of all ranks together.
     """
 
     targets: Tensor
@@ -61,6 +61,7 @@ def route(
     tile_rows: int,
     rows_per_rank: int,
     block: tuple[Tensor, Tensor] | None = None,
+    elsewhere: Tensor | None = None,
 ) -> RoutesToExperts:
     """Routes of this rank's slots. One epoch: collective. On GPUs the host does not wait for the device.
 
@@ -78,7 +79,7 @@ def route(
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     if not uses_kernels(window.memory.local.device):
-        return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
+        return _route_by_host(experts, window, count, tile_rows, rows_per_rank, elsewhere)
     memory, channel, _, fingerprint = window
     slots, top_k = experts.numel(), experts.shape[1]
     lanes = max(_LANES, next_power_of_2(top_k))
@@ -95,9 +96,9 @@ def route(
     # Counts of chunks become sums over the chunks before, and all ranks are told the totals; then as in `place_experts`.
     at_a_time = min(_SCAN_EXPERTS, next_power_of_2(count))
     channel.launches(
-        count, exchange_counts_kernel, (ceil_div(count, at_a_time),),
-        starts, chunks, count, memory.addresses, channel.args, fingerprint,
-        CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
+        (count, elsewhere is None), exchange_counts_kernel, (ceil_div(count, at_a_time),),
+        starts, starts if elsewhere is None else elsewhere, chunks, count, memory.addresses, channel.args, fingerprint,
+        CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, COUNTS_ELSEWHERE=elsewhere is not None, num_warps=4,
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
     counts = memory.local.view(torch.int32)[: ranks * count].view(ranks, count)
@@ -155,13 +156,14 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "fingerprint"])
 def exchange_counts_kernel(
-    counts, chunks, experts, addresses, channel, fingerprint,
-    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
+    counts, elsewhere, chunks, experts, addresses, channel, fingerprint,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, COUNTS_ELSEWHERE: tl.constexpr,
 ):  # fmt: skip
-    """Turn counts of chunks into sums over the chunks before, and tell all ranks the sums over all chunks.
+    """Turn counts of chunks into sums over the chunks before, and tell all ranks of the host the sums over all chunks.
 
     Args:
         counts: int32 [chunks, experts]; of :func:`count_kernel`, and overwritten.
+        elsewhere: int32 [experts], with COUNTS_ELSEWHERE: is added to what ranks are told.
         addresses: int64 [ranks], of memory for int32 [ranks, experts].
     """
     epoch = begin(channel, 0, fingerprint)
@@ -175,6 +177,8 @@ def exchange_counts_kernel(
         count = tl.load(places, mask=inside, other=0)
         tl.store(places, tl.cumsum(count, axis=0) - count + total[None, :], mask=inside)
         total += tl.sum(count, axis=0)
+    if COUNTS_ELSEWHERE:
+        total += tl.load(elsewhere + expert, mask=exists, other=0)
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
     for i in tl.static_range(1, channel.world + 1):
         peer = (channel.rank + i) % channel.world
@@ -270,10 +274,14 @@ def clear_rows(rows, row, is_cleared, width, ROWS: tl.constexpr, COLUMNS: tl.con
             tl.store(places, zeros, mask=is_cleared[:, None] & (column < width)[None, :])
 
 
-def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows: int, rows_per_rank: int) -> RoutesToExperts:
+def _route_by_host(
+    experts: Tensor, window: ReceiveWindow, count: int, tile_rows: int, rows_per_rank: int, elsewhere: Tensor | None
+) -> RoutesToExperts:
     memory, channel, _, fingerprint = window
     group, slots = channel.group, experts.flatten()
     own, positions = count_slots(slots, count)
+    if elsewhere is not None:
+        own = own + elsewhere
 
     def counts_at(peer: int) -> Tensor:
         return memory.peer(peer).view(torch.int32).view(group.world_size, count)

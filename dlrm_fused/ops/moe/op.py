@@ -92,7 +92,7 @@ torch.library.define(
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
     "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, "
-    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, Tensor crossing_tokens, "
+    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, Tensor crossing_places, "
     "Tensor crossing_counts, Tensor crossing_gates, ScalarType weights_dtype, float gradient_scale, int handle) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -116,9 +116,9 @@ def _forward(
     x, w_in, w_out = aligned(x), aligned(w_in.to(workspace.dtype)), aligned(w_out.to(workspace.dtype))
     steps = workspace.steps
 
-    boundary, crossings = workspace.boundary, Crossings.none(x)
+    boundary, crossings, elsewhere = workspace.boundary, Crossings.none(x), None
     if boundary:
-        x, experts, crossings = boundary.receive_guests(x, experts, gates)
+        x, experts, elsewhere, crossings = boundary.receive_guests(x, experts, gates)
         gates = crossings.gates
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
@@ -130,6 +130,7 @@ def _forward(
         tile_rows=workspace.memory.tile_rows,
         rows_per_rank=workspace.memory.rows,
         block=(rows, destinations),
+        elsewhere=elsewhere,
     )
     scatter_rows(
         x,
@@ -147,7 +148,7 @@ def _forward(
     steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     if boundary:
-        out, slots = boundary.return_sums(out, crossings), boundary.sum_slots(slots)
+        out = boundary.return_sums(out, crossings)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
     rounded = (w_in, w_out) if is_rounded else (w_in.new_empty(0), w_out.new_empty(0))
     return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles), *crossings, *rounded

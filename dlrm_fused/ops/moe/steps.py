@@ -20,7 +20,7 @@ from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradie
 from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import clear_rows
 from dlrm_fused.ops.moe.products import hidden_layer, hidden_layer_gradient
-from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of, next_power_of_2
+from dlrm_fused.symmetric.launches import ceil_div, kinds_of, launch_again, layout_of, next_power_of_2
 
 # Columns of a program's row, at most.
 _COLUMNS = 2048
@@ -77,15 +77,15 @@ class HostSteps:
 
         Slots whose target is negative are left out.
         """
-        rows = _rows_of_slots(slots, targets, top_k)
+        rows = _rows_of_slots(slots, targets, tokens, top_k)
         total = torch.zeros(tokens, slots.shape[1])
         for choice in range(top_k):
-            total += rows[:, choice] if gates is None else gates[:, choice, None] * rows[:, choice]
+            total += rows[:, choice] if gates is None else gates[:tokens, choice, None] * rows[:, choice]
         return total.to(slots.dtype)
 
     def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
         """Return fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
-        return (gradient.float()[:, None] * _rows_of_slots(slots, targets, top_k)).sum(-1)
+        return (gradient.float()[:, None] * _rows_of_slots(slots, targets, len(gradient), top_k)).sum(-1)
 
 
 class KernelSteps(HostSteps):
@@ -134,7 +134,7 @@ class KernelSteps(HostSteps):
         result = torch.empty(tokens, top_k, dtype=torch.float32, device=gradient.device)
         if tokens:
             launch_again(
-                (layout_of(gradient, slots, targets), top_k), gates_gradient_kernel, (tokens,),
+                (kinds_of(gradient, slots, targets), width, top_k), gates_gradient_kernel, (tokens,),
                 gradient, slots, targets, result, width, TOP_K=top_k, COLUMNS=_columns(slots), num_warps=4,
             )  # fmt: skip
         return result
@@ -193,7 +193,7 @@ def gates_gradient_kernel(gradient, slots, targets, result, width, TOP_K: tl.con
         tl.store(result + slot, tl.sum(products, axis=0))
 
 
-def _rows_of_slots(slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
-    """Return fp32 [T, k, d], zeros for slots without target."""
-    rows = slots[: targets.numel()].float().masked_fill(targets[:, None] < 0, 0)
-    return rows.view(-1, top_k, slots.shape[1])
+def _rows_of_slots(slots: Tensor, targets: Tensor, tokens: int, top_k: int) -> Tensor:
+    """Return fp32 [tokens, k, d], zeros for slots without target."""
+    count = tokens * top_k
+    return slots[:count].float().masked_fill(targets[:count, None] < 0, 0).view(tokens, top_k, slots.shape[1])

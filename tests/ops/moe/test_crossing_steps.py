@@ -1,0 +1,86 @@
+"""The steps around exchanges between hosts: kernels under Triton's interpreter make what plain torch makes, bit for bit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_fused.ops.moe.crossing_steps import HostCrossing, KernelCrossing, words
+
+pytestmark = pytest.mark.interpreted
+
+# Experts 0 to 4 are on host 0, 5 to 7 on this host, and so on; rows of another host's tokens come in the order 2, 0, 3.
+HOST_OF_EXPERT = torch.tensor([0] * 5 + [1] * 3 + [2] * 6 + [3] * 2)
+CROSSINGS = [kind(HOST_OF_EXPERT, 1, [2, 0, 3]) for kind in (HostCrossing, KernelCrossing)]
+
+
+class Tokens(NamedTuple):
+    x: Tensor
+    experts: Tensor
+    gates: Tensor
+
+
+def draw(tokens: int, width: int, dtype: torch.dtype) -> Tokens:
+    generator = torch.Generator().manual_seed(tokens)
+    experts = torch.rand(tokens, len(HOST_OF_EXPERT), generator=generator).argsort(1)[:, :3].contiguous()
+    experts[torch.rand(experts.shape, generator=generator) < 0.3] = -1
+    return Tokens(
+        torch.randn(tokens, width, generator=generator).to(dtype), experts, torch.rand(tokens, 3, generator=generator)
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 700])
+def test_a_token_has_a_place_for_each_other_host_of_its_experts(tokens: int) -> None:
+    experts = draw(tokens, 8, torch.float32).experts
+    for places, told in (crossing.find_places(experts) for crossing in CROSSINGS):
+        for host, own, told_host in zip((2, 0, 3), places, told, strict=True):
+            visitors = [
+                t for t, chosen in enumerate(experts.tolist()) if any(e >= 0 and HOST_OF_EXPERT[e] == host for e in chosen)
+            ]
+            assert own[0] == told_host[0] == len(visitors)
+            assert [t for t in range(tokens) if own[1 + t] >= 0] == visitors
+            assert own[1:][visitors].tolist() == list(range(len(visitors)))
+            assert told_host[1:].tolist() == [int((experts == expert).sum()) for expert in range(len(HOST_OF_EXPERT))]
+
+
+def test_ids_that_are_no_experts_and_repeated_ones_count_as_none() -> None:
+    wrong = torch.tensor([[16, 0, 2**32], [3, 3, -7], [-1, 9, 9]])
+    right = torch.tensor([[-1, 0, -1], [3, -1, -1], [-1, 9, -1]])
+    for found, expected in zip(CROSSINGS[1].find_places(wrong), CROSSINGS[0].find_places(right), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(8, torch.float32), (2056, torch.float16)])
+def test_tokens_go_to_a_host_and_come_back(width: int, dtype: torch.dtype) -> None:
+    tokens = draw(41, width, dtype)
+    seen = []
+    for crossing in CROSSINGS:
+        places, _ = crossing.find_places(tokens.experts)
+        leaving = int(places[:, 0].sum())
+        packed = crossing.pack(leaving, places, *tokens)
+        # As if this rank were sent what it sends: its own host's experts alone are left.
+        everything = crossing.unpack(packed, *tokens, 3 * 41)
+        rows = everything[0] * 3
+        back = crossing.pack(leaving, None, rows[41:], gates=everything[2][41 : len(rows)])
+        without_gates = crossing.add(crossing.pack(leaving, places, tokens.x), places, rows)[0]
+        x, experts, gates = everything
+        seen.append([x, experts, gates[: len(x)], without_gates, *crossing.add(back, places, rows, gates[: len(x)])])
+        chosen = torch.cat([tokens.experts, *(tokens.experts[own >= 0] for own in places[:, 1:])])
+        assert torch.equal(experts[: len(chosen)], chosen.where((chosen >= 5) & (chosen < 8), -1))
+        assert experts[len(chosen) :].eq(-1).all()
+    for own, expected in zip(*reversed(seen), strict=True):
+        assert own is not None
+        assert torch.equal(own, expected)
+    total, total_gates = seen[0][-2:]
+    visits = (places[:, 1:] >= 0).sum(0)[:, None]
+    torch.testing.assert_close(total, (3 * tokens.x.float() * (1 + visits)).to(dtype))
+    torch.testing.assert_close(total_gates, tokens.gates * (1 + visits))
+
+
+def test_rows_alone_travel_as_they_are() -> None:
+    x = draw(5, 8, torch.float32).x
+    for crossing in CROSSINGS:
+        assert torch.equal(crossing.pack(5, None, x), words(x))
