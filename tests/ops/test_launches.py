@@ -25,6 +25,7 @@ from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
+from dlrm_fused.ops.moe.crossing_steps import KernelCrossing
 from dlrm_fused.symmetric import channel, launches
 from dlrm_fused.symmetric.launches import Launches, Remembered, layout_of
 from tests.distributed.launch import cpu_group, run_ranks
@@ -176,6 +177,18 @@ def make_calls(group: Any) -> None:
             w_in, w_out = tensor(8 // group.world_size, parts * hidden, 64), tensor(8 // group.world_size, 64, hidden)
             gates = tensor(tokens, top_k, dtype=torch.float32).requires_grad_()
             expert_layer(experts, x, ids, gates, w_in.requires_grad_(), w_out.requires_grad_()).sum().backward()
+    for experts_of_all, own_host, others, tokens, width, top_k in itertools.product(
+        (15, 16), (1, 16), ([0], [0, 2]), (0, 1, 33), (64, 24), (1, 2)
+    ):
+        crossing = KernelCrossing(torch.zeros(experts_of_all, dtype=torch.int64), own_host, others)
+        x, ids = tensor(tokens, width), torch.zeros(tokens, top_k, dtype=torch.int64)
+        for guests, at in itertools.product((0, 1, 16), (0, 1)):
+            gates, rows = tensor(tokens, top_k, dtype=torch.float32, at=at), tensor(tokens + guests, width)
+            places, _ = crossing.find_places(ids)
+            crossing.unpack(crossing.pack(guests, places, x, ids, gates), x, ids, gates, 32)
+            crossing.add(crossing.pack(guests, places, x), places, rows)
+            every_gate = tensor(len(rows), top_k, dtype=torch.float32, at=at)
+            crossing.add(crossing.pack(guests, None, rows[tokens:], gates=every_gate[tokens:]), places, rows, every_gate)
 
 
 def layouts_and_launches() -> tuple[int, int, list[str]]:

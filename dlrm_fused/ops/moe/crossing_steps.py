@@ -143,15 +143,16 @@ class KernelCrossing(HostCrossing):
         experts: Tensor | None = None,
         gates: Tensor | None = None,
     ) -> Tensor:
+        count_of_experts = len(self.host_of_expert)
         source, choices = words(rows), [part for part in (experts, gates) if part is not None]
         (tokens, width), top_k = source.shape, choices[0].shape[1] if choices else 1
         packed = source.new_empty(count, _words_of_row(width, top_k * len(choices)))
         if count:
             launch_again(
-                (kinds_of(source, experts, gates, places), width, top_k), pack_kernel,
+                (kinds_of(source, experts, gates, places), width, top_k, count_of_experts), pack_kernel,
                 (ceil_div(tokens, _ROWS), 1 if places is None else len(places)),
                 source, *(source if part is None else part for part in (experts, gates, places)), packed, tokens,
-                len(self.host_of_expert), width, packed.shape[1],
+                count_of_experts, width, packed.shape[1],
                 TOP_K=top_k, CHOICES=next_power_of_2(top_k), WITH_EXPERTS=experts is not None, WITH_GATES=gates is not None,
                 PLACED=places is not None, ROWS=_ROWS, WORDS=min(_WORDS, next_power_of_2(width)), num_warps=4,
             )  # fmt: skip
@@ -161,14 +162,14 @@ class KernelCrossing(HostCrossing):
         self, arrived: Tensor, x: Tensor, experts: Tensor, gates: Tensor, most_guests: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         (tokens, top_k), width, guests = experts.shape, words(x).shape[1], len(arrived)
-        rows = tokens + most_guests
+        rows, count = tokens + most_guests, len(self.host_of_expert)
         every_x = x.new_empty(tokens + guests, x.shape[1])
         every_experts, every_gates = experts.new_empty(rows, top_k), gates.new_empty(rows, top_k)
         if rows:
             launch_again(
-                (kinds_of(x, experts, gates), width, top_k), unpack_kernel, (ceil_div(rows, _ROWS),),
+                (kinds_of(x, experts, gates), width, top_k, count, self.own_host), unpack_kernel, (ceil_div(rows, _ROWS),),
                 words(x), experts, gates, arrived, self.host_of_expert, words(every_x), every_experts, every_gates,
-                tokens, guests, rows, len(self.host_of_expert), self.own_host, width, arrived.shape[1],
+                tokens, guests, rows, count, self.own_host, width, arrived.shape[1],
                 TOP_K=top_k, CHOICES=next_power_of_2(top_k), ROWS=_ROWS, WORDS=min(_WORDS, next_power_of_2(width)),
                 num_warps=4,
             )  # fmt: skip
@@ -296,7 +297,7 @@ def unpack_kernel(
 @triton.jit
 def _move_words(source, to, is_moved, width, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Copy ROWS rows of ``width`` words, each from its place and to its place."""
-    source, to = tl.multiple_of(source, 4), tl.multiple_of(to, 4)
+    source, to = tl.multiple_of(source, 16), tl.multiple_of(to, 16)
     for first in range(0, width, WORDS):
         column = first + tl.arange(0, WORDS)
         inside = is_moved[:, None] & (column < width)[None, :]
