@@ -35,7 +35,8 @@ PARTS = {
     "SendRecv of NCCL": r"nccl",
     "attention": r"sdpa|flash|attention",
     "matrix products": r"nvjet|cutlass|(?<!fb)gemm|cublas|splitK|weight_gradient|^hidden_(gradient_)?kernel",
-    "routing and sending of tokens": r"scatter_rows|sum_slots|gates_gradient|zero_pads|exchange_counts|place_(experts|slots)",
+    "routing and sending of tokens": r"scatter_rows|sum_slots|gates_gradient|zero_pads|exchange_counts|place_slots"
+    r"|^(find_places|place|pack|unpack|add)_kernel",
     "dense optimizer": r"multi_tensor_apply|^adagrad_kernel",
     "features": r"permute_|DeviceScan|^(send|fetch)_kernel",
     "copies": r"^Mem(cpy|set)",

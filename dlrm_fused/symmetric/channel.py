@@ -126,6 +126,9 @@ class Channel:
             self._peer_flags = self.flags.addresses.tolist()
         self._abort = _abort(self._control)
         group.peer_monitor.on_gone(self._abort)
+        if self._link is not None:
+            # A rank of another host may not be waited for, but by ranks that are.
+            group.peer_monitor.on_refused(self._number, self._abort)
 
     def release(self) -> None:
         """Let go of flags and connections before the group is closed.
@@ -133,7 +136,7 @@ class Channel:
         Every rank does so on its own, once no epoch or exchange can still be running on any rank; none may follow.
         """
         self.group.release(self.flags)
-        self.group.peer_monitor.forget(self._abort)
+        self.group.peer_monitor.forget(self._abort, self._number)
         if self._link is not None:
             self.group.close_link(self._link)
 
@@ -196,7 +199,7 @@ class Channel:
         # A rank that refuses ends because of that.
         if refused is not None and kind == 0 and (link is not None or refused == lost):
             return Why.has_refused, refused, _READY
-        if refused is not None and kind == Why.is_gone and refused == self._ended(peer):
+        if refused is not None and kind == Why.is_gone and (refused == self._ended(peer) or self._link is not None):
             return Why.has_refused, refused, awaited
         if kind == 0 and link is not None and link.failure is not None:
             return link.failure.why, link.failure.rank, _ARRIVAL
@@ -355,6 +358,7 @@ class Channel:
         while True:
             # Asked before the look: a peer may have signalled and then ended.
             gone = peer_monitor.lost_peer() is not None or peer_monitor.has_left(peer)
+            gone |= self._link is not None and peer_monitor.refused_peer(self._number) is not None
             expired = time.monotonic() > deadline
             seen = int(self._halves[half])
             # The plain look is cheap, and the acquiring one orders what follows after it.

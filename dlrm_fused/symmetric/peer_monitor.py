@@ -61,6 +61,7 @@ class PeerMonitor:
         self._refused: dict[int, int] = {}  # by channel, the first rank
         self._gone: set[int] = set()  # that were told to callbacks
         self._gone_callbacks: list[Callable[[int], None]] = []
+        self._refused_callbacks: dict[int, Callable[[int], None]] = {}  # by channel
         self._lock = threading.Lock()
         self._closing = False
         self._peers: Mapping[int, socket.socket] = {}
@@ -105,6 +106,10 @@ class PeerMonitor:
         """Whether a rank is lost, or has refused."""
         return self._lost is not None or bool(self._refused)
 
+    def on_refused(self, channel: int, callback: Callable[[int], None]) -> None:
+        """Call ``callback(rank)`` when a rank refuses to take part in an exchange of a channel."""
+        self._refused_callbacks[channel] = callback
+
     def any_refused(self) -> int | None:
         """Return the first rank that has refused to take part in an exchange of some channel; None if there was none."""
         return next(iter(self._refused.values()), None)
@@ -125,9 +130,10 @@ class PeerMonitor:
         for rank in gone:
             callback(rank)
 
-    def forget(self, callback: Callable[[int], None]) -> None:
-        """Do not call ``callback`` any more."""
+    def forget(self, callback: Callable[[int], None], channel: int) -> None:
+        """Do not call ``callback`` any more, nor that of a channel."""
         with self._lock:
+            self._refused_callbacks.pop(channel, None)
             if callback in self._gone_callbacks:
                 self._gone_callbacks.remove(callback)
 
@@ -198,6 +204,7 @@ class PeerMonitor:
                 self._left.add(rank)
             elif kind == _REFUSED:
                 self._refused.setdefault(channel, rank)
+                self._refused_callbacks.get(channel, _ignore)(rank)
             else:
                 self._lose(rank)
         if received and peer not in self._left:
@@ -250,6 +257,10 @@ class PeerMonitor:
         self._close_sockets()
         self._wake.close()
         self._wake_reader.close()
+
+
+def _ignore(_: int) -> None:
+    pass
 
 
 _monitors: weakref.WeakSet[PeerMonitor] = weakref.WeakSet()

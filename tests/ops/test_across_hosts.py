@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.moe import expert_layer
 from dlrm_fused.ops.moe.op import _fake_forward, expert_layer_with_slots
 from dlrm_fused.ops.schedules import Pair
@@ -109,15 +112,43 @@ def test_every_rank_is_told_how_many_tokens_of_all_hosts_have_each_expert(hosts:
         assert torch.equal(told, wanted)
 
 
-def shapes_of_outputs(case: experts.Case) -> tuple[list[torch.Size], list[torch.Size]]:
-    """On a rank: of the operator's outputs, and of those that a compiler is told to expect."""
+def kinds_of_outputs(case: experts.Case) -> tuple[list[object], list[object]]:
+    """On a rank: shapes and dtypes of the operator's outputs, and of those that a compiler is told to expect."""
     with cpu_group() as group:
         inputs, workspace = experts.draw(case, 0)[group.rank], experts.make_workspace(group, case)
         arguments = *inputs.arguments(), 1.0, workspace.handle
-        outputs = torch.ops.dlrm_fused.expert_layer(*arguments)
-        return [output.shape for output in outputs], [output.shape for output in _fake_forward(*arguments)]
+        found, expected = torch.ops.dlrm_fused.expert_layer(*arguments), _fake_forward(*arguments)
+        return [(out.shape, out.dtype) for out in found], [(out.shape, out.dtype) for out in expected]
 
 
-def test_a_compiler_expects_the_shapes_of_experts_between_hosts() -> None:
-    for found, expected in run_ranks(4, on_hosts, HOSTS[2], shapes_of_outputs, experts.CASES[4][0]):
+@pytest.mark.parametrize("case", experts.CASES[4], ids=lambda case: case.name)
+def test_a_compiler_expects_the_outputs_of_experts_between_hosts(case: experts.Case) -> None:
+    for found, expected in run_ranks(4, on_hosts, HOSTS[2], kinds_of_outputs, case):
         assert found == expected
+
+
+def told_of_a_wrong_id(case: experts.Case) -> tuple[str, float]:
+    """On a rank: the error that it gets when rank 0 has a wrong id, and after how many seconds. All live on until they have."""
+    with cpu_group() as group:
+        workspace = experts.make_workspace(group, case)
+        inputs = experts.draw(case, 0)[group.rank]
+        if group.rank == 0:
+            inputs.experts[0, 0] = case.experts
+        began = time.monotonic()
+        with pytest.raises(UsageError if group.rank == 0 else CommunicationError) as raised:
+            expert_layer(workspace, *inputs.arguments())
+        seconds = time.monotonic() - began
+        dist.barrier()
+        return str(raised.value), seconds
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_all_ranks_of_all_hosts_name_a_rank_that_refuses(hosts: tuple[int, ...]) -> None:
+    """Some exchange messages with it, some store for it, and some wait for others alone."""
+    case = experts.Case(experts.EVEN, (4, 4, 4, 4), 8, 2, experts.evenly)
+    (own, _), *others = run_ranks(4, on_hosts, hosts, told_of_a_wrong_id, case)
+    assert "experts holds" in own
+    for told, seconds in others:
+        assert "rank 0 on" in told
+        assert "did not take part because of an error" in told
+        assert seconds < 10

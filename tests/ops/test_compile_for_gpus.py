@@ -233,8 +233,8 @@ def launch_route() -> None:
     dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=2 * TILE_ROWS, block=block)
 
 
-def launch_crossing(dtype: torch.dtype) -> None:
-    crossing, tokens = crossing_steps.KernelCrossing(torch.zeros(128, dtype=torch.int64), 0, [1, 2]), rows(dtype)
+def launch_crossing(dtype: torch.dtype, own_host: int, others: list[int]) -> None:
+    crossing, tokens = crossing_steps.KernelCrossing(torch.zeros(128, dtype=torch.int64), own_host, others), rows(dtype)
     experts, gates = torch.zeros(len(tokens), TOP_K, dtype=torch.int64), torch.zeros(len(tokens), TOP_K)
     places, _ = crossing.find_places(experts)
     packed = crossing.pack(len(tokens), places, tokens, experts, gates)
@@ -509,8 +509,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "place_rows": (lambda: launch_place_rows(False), {"place_rows_kernel"}),
     "place_rows_of_tables": (lambda: launch_place_rows(True), {"place_rows_kernel"}),
     "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_kernel"}),
-    "crossing": (lambda: launch_crossing(HALF), OF_CROSSING),
-    "crossing_fp32": (lambda: launch_crossing(SINGLE), OF_CROSSING),
+    "crossing": (lambda: launch_crossing(HALF, 1, [0]), OF_CROSSING),
+    "crossing_fp32": (lambda: launch_crossing(SINGLE, 0, [1, 2]), OF_CROSSING),
     "hidden_layer": (lambda: launch_hidden_layer("silu", TILE_ROWS), OF_HIDDEN_LAYER),
     "hidden_layer_of_few_rows": (lambda: launch_hidden_layer("silu", 16), OF_HIDDEN_LAYER),
     "hidden_layer_swiglu": (lambda: launch_hidden_layer("swiglu", 128), OF_HIDDEN_LAYER),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.common.scatter_rows import ItemsByRank
+from dlrm_fused.ops.moe.op import expert_layer_with_slots
 from tests.distributed.launch import cpu_group, on_hosts, run_ranks
 from tests.ops.all_gather_gemm import cases as layers
 from tests.ops.embedding_all_to_all.test_kernels import TOLERANCE, largest_difference, run_world, small_world
@@ -65,22 +66,28 @@ def run_experts(cases: list[experts.Case]) -> list[tuple[experts.Results, expert
 def with_wrong_ids(tokens: int, case: experts.Case, generator: torch.Generator) -> Tensor:
     """Chosen with gaps, where some gaps are ids that do not exist, and some repeat one of the token's."""
     chosen = experts.with_gaps(tokens, case, generator)
-    spoiled = torch.where(chosen == -1, 2**32 + 1, chosen)
+    spoiled = torch.where(chosen == -1, torch.tensor([2**32 + 1, case.experts, 1 - 2**32]), chosen)
     is_repeated = (chosen[:, 1] == -1) & (chosen[:, 0] >= 0)
     spoiled[is_repeated, 1] = chosen[is_repeated, 0]
     return spoiled
 
 
-def test_wrong_ids_of_experts_count_as_none() -> None:
-    right = experts.Case("with gaps", (7, 5, 6, 3), 8, 3, experts.with_gaps)
-    by_rank = run_ranks(4, on_hosts, HOSTS[0], run_fused_experts, replace(right, choose=with_wrong_ids))
-    for own, wanted in zip(by_rank, experts.expected(right, 0), strict=True):
+@pytest.mark.parametrize("hosts", [HOSTS[2], HOSTS[3]])
+def test_wrong_ids_of_experts_count_as_none_on_uneven_hosts(hosts: tuple[int, ...]) -> None:
+    right = experts.Case("with gaps", (7, 0, 6, 3), 8, 3, experts.with_gaps)
+    chosen = torch.cat([inputs.experts for inputs in experts.draw(right, 0)])
+    by_rank = run_ranks(4, on_hosts, hosts, results_and_slots, replace(right, choose=with_wrong_ids))
+    for (own, slots), wanted in zip(by_rank, experts.expected(right, 0), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(slots, torch.bincount(chosen[chosen >= 0], minlength=right.experts))
 
 
-def run_fused_experts(case: experts.Case) -> experts.Results:
+def results_and_slots(case: experts.Case) -> tuple[experts.Results, torch.Tensor]:
+    """On a rank: the layer's result and gradients, and how many tokens of all ranks have each expert."""
     with cpu_group() as group:
-        return experts.run_fused(experts.make_workspace(group, case), experts.draw(case, 0)[group.rank])
+        inputs, workspace = experts.draw(case, 0)[group.rank], experts.make_workspace(group, case)
+        out, slots = expert_layer_with_slots(workspace, *inputs.arguments(), experts.SCALE)
+        return experts.results(out, inputs), slots
 
 
 def test_experts_are_the_dense_computation() -> None:

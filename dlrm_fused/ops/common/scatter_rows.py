@@ -110,7 +110,7 @@ def scatter_rows(
         dtype: in which they are stored, with rounding; default: the source's.
         scale: fp32 [m * repeats].
         destinations_at: byte of the blocks from where an int32 for each row says what was stored there:
-            rank * destinations_per_rank + i; or, of another host's rank, + its number in the slice.
+            rank * destinations_per_rank + i; -1 for what comes from another host.
         places_at: byte of the blocks from where an int32 for each row says to which row of the block it goes instead: the
             receiving rank has written that before this call.
         received: by rank of another host, int64: the rows of this rank's block to which those of its slice belong. None or
@@ -141,8 +141,7 @@ def scatter_rows(
         channel.run_epoch(partial(call.store_at, by_rank), offset=receive_offset, fingerprint=fingerprint)
     if exchange is not None and received is not None:
         for peer, slice_ in exchange.arrivals():
-            numbers = peer * destinations_per_rank + torch.arange(len(slice_), device=slice_.device)
-            call.store(rank, receive_offset, received[peer], slice_, numbers)
+            call.store(rank, receive_offset, received[peer], slice_, received[peer].new_full((len(slice_),), -1))
         exchange.finish()
 
 
@@ -264,11 +263,6 @@ class ItemsByRank:
         """Numbers of the items that go to a rank."""
         own = slice(*self.bounds[rank : rank + 2])
         return own if self.order is None else self.order[own]
-
-    def of_ranks(self, ranks: Sequence[int]) -> dict[int, Tensor]:
-        """Return the numbers of the items of some ranks, by rank, where there is an order of them."""
-        assert self.order is not None
-        return {rank: self.order[slice(*self.bounds[rank : rank + 2])] for rank in ranks}
 
     def rows(self, rank: int) -> Tensor | slice:
         """Return the rows of that rank to which they go."""

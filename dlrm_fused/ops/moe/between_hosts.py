@@ -93,11 +93,11 @@ class HostBoundary:
             gates: fp32 [T, k].
         """
         places, told = self._steps.find_places(experts)
-        heard = told.new_empty(len(self._served), told.shape[1])
+        heard = told.new_zeros(len(self._served), told.shape[1])  # which a message that is aborted leaves
         self._exchange(_by_rank(self._counterparts, told), _by_rank(self._served, heard), "numbers of tokens")
         elsewhere = torch.cat([told[:1], heard]).sum(0, dtype=torch.int32)[1:] * self._is_elsewhere
         counts = torch.cat([told[:, 0], heard[:, 0]]).cpu().long()
-        self._channel.raise_fault()  # the numbers of a message that was aborted mean nothing
+        self._channel.raise_fault()
         leaving, guests = self._split(counts)
         sent = self._steps.pack(sum(leaving), places, x, experts, gates)
         arrived = sent.new_empty(sum(guests), sent.shape[1])
@@ -134,9 +134,10 @@ class HostBoundary:
 
     def fake_crossings(self, experts: Tensor, gates: Tensor) -> Crossings:
         """Return tensors of the shapes of those that cross."""
-        places = experts.new_empty(len(self._counterparts), 1 + len(experts), dtype=torch.int32)
+        tokens, top_k = gates.shape
+        places = experts.new_empty(len(self._counterparts), 1 + tokens, dtype=torch.int32)
         counts = torch.empty(len(self._counterparts) + len(self._served), dtype=torch.int64)
-        return Crossings(places, counts, gates.new_empty(len(gates) + self.most_guests, gates.shape[1]))
+        return Crossings(places, counts, gates.new_empty(tokens + self.most_guests, top_k))
 
     def _split(self, counts: Tensor) -> tuple[list[int], list[int]]:
         """Return how many tokens go to each counterpart, and how many guests each served rank sends."""

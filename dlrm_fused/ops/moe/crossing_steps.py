@@ -259,7 +259,7 @@ def pack_kernel(
     to = to[:, None] + width + choice
     if WITH_EXPERTS:
         id_ = tl.load(ids + slot, mask=is_choice, other=-1)
-        tl.store(to, tl.where(id_ < experts, id_, -1).to(tl.int32), mask=is_choice)
+        tl.store(to, tl.where((id_ >= 0) & (id_ < experts), id_, -1).to(tl.int32), mask=is_choice)
         to += TOP_K
     if WITH_GATES:
         gate = tl.load(gates + slot, mask=is_choice, other=0.0)
@@ -297,7 +297,7 @@ def unpack_kernel(
 @triton.jit
 def _move_words(source, to, is_moved, width, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Copy ROWS rows of ``width`` words, each from its place and to its place."""
-    source, to = tl.multiple_of(source, 16), tl.multiple_of(to, 16)
+    source, to, width = tl.multiple_of(source, 16), tl.multiple_of(to, 16), tl.multiple_of(width, 4)
     for first in range(0, width, WORDS):
         column = first + tl.arange(0, WORDS)
         inside = is_moved[:, None] & (column < width)[None, :]
@@ -317,9 +317,10 @@ def add_kernel(
     """
     token, host_places = tl.program_id(0).to(tl.int64), 1 + tokens.to(tl.int64)
     column, choice = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHOICES)
-    inside, is_choice = column < width, choice < TOP_K
+    width = tl.multiple_of(width, 4)
     element_words: tl.constexpr = 32 // DTYPE.primitive_bitwidth
-    sum_ = tl.load(rows + token * tl.multiple_of(width, 4) + column, mask=inside, other=0.0).to(tl.float32)
+    inside, is_choice = column < width, choice < TOP_K
+    sum_ = tl.load(rows + token * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.zeros((CHOICES,), tl.float32)
     if WITH_GATES:
         gate += tl.load(gates + token * TOP_K + choice, mask=is_choice, other=0.0)
@@ -334,6 +335,6 @@ def add_kernel(
         if WITH_GATES:
             gate += tl.load(arrived_gates + row + width_in_words + choice, mask=is_choice & has_come, other=0.0)
         first += tl.load(of_host)
-    tl.store(total + token * tl.multiple_of(width, 4) + column, sum_.to(DTYPE), mask=inside)
+    tl.store(total + token * width + column, sum_.to(DTYPE), mask=inside)
     if WITH_GATES:
         tl.store(total_gates + token * TOP_K + choice, gate, mask=is_choice & (tl.program_id(1) == 0))

@@ -66,8 +66,8 @@ def route(
     """Routes of this rank's slots. One epoch: collective. On GPUs the host does not wait for the device.
 
     Args:
-        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1. Kernels take ids from ``count`` on,
-            and every repetition of an id in a row, for -1.
+        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1. Kernels take any
+            other id for -1, and every repetition of an id in a row.
         window: int32 [ranks, count] on each rank, for the counts of all ranks.
         count: experts of all ranks.
         tile_rows: rows of a tile.

@@ -51,6 +51,7 @@ def expert_layer(
 
     Returns:
         [T, d] in the workspace's dtype: added in fp32 in the order of j, and rounded. Zeros for a token without experts.
+        Between hosts this is so for each host's experts, and their sums are added likewise; so are the gradients of x.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
@@ -116,10 +117,12 @@ def _forward(
     x, w_in, w_out = aligned(x), aligned(w_in.to(workspace.dtype)), aligned(w_out.to(workspace.dtype))
     steps = workspace.steps
 
-    boundary, crossings, elsewhere = workspace.boundary, Crossings.none(x), None
+    boundary, elsewhere = workspace.boundary, None
     if boundary:
         x, experts, elsewhere, crossings = boundary.receive_guests(x, experts, gates)
         gates = crossings.gates
+    else:
+        crossings = Crossings.none(x)
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
     counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
@@ -239,7 +242,7 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     workspace = ExpertWorkspace.of(handle)
     memory, local, boundary = workspace.memory, workspace.local_experts, workspace.boundary
-    tokens = len(x) + (boundary.most_guests if boundary else 0)
+    slots = experts.numel() + (boundary.most_guests * workspace.top_k if boundary else 0)
     return (
         torch.empty_like(x),
         experts.new_empty(workspace.experts),
@@ -247,7 +250,7 @@ def _fake_forward(
         x.new_empty(memory.rows, w_in.shape[1]),
         x.new_empty(memory.rows, w_out.shape[2]),
         x.new_empty(memory.combined_bytes, dtype=torch.uint8),
-        experts.new_empty(tokens * workspace.top_k, dtype=torch.int32),
+        experts.new_empty(slots, dtype=torch.int32),
         experts.new_empty(local + 1, dtype=torch.int32),
         experts.new_empty(local, dtype=torch.int32),
         experts.new_empty(2, workspace.tiles, dtype=torch.int32),

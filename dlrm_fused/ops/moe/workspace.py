@@ -205,7 +205,8 @@ class ExpertWorkspace(Workspace):
             raise UsageError(f"{name}: top_k={self.top_k}; needed: at most experts={self.experts}")
         check_row(name, "width", self.width, self.dtype)
         rows = ranks * max_rows_of_rank(ranks, self.experts, self.top_k, self.max_tokens, max(_TILE_ROWS.values()))
-        if max(rows, ranks * (1 + group.hosts.most_served) * self.max_tokens * self.top_k) >= 2**31:
+        rows = max(rows, ranks * (1 + group.hosts.most_served) * self.max_tokens * self.top_k)
+        if rows >= 2**31:
             raise UsageError(f"{name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
         return {"name": name, "dtype": self.dtype, "activation": self._activation, **settings}
 

@@ -161,10 +161,7 @@ def send(call: SequenceCall, source: Tensor, source_rows: Tensor | None, targets
         dtype=workspace.forward_wire, destinations_at=destinations_at, destinations_per_rank=counts.most_rows,
         places_at=None if places is None else places_at, received=received, by_rank=items,
     )  # fmt: skip
-    destinations = words(destinations_at).clone()
-    for own in received.values():
-        destinations[own] = -1
-    return pool.to_hold(block).to(workspace.output_dtype), destinations
+    return pool.to_hold(block).to(workspace.output_dtype), words(destinations_at).clone()
 
 
 def _return_gradient(gradient: Tensor, destinations: Tensor, *arguments: Any) -> Tensor:

@@ -23,12 +23,12 @@ class Tokens(NamedTuple):
     gates: Tensor
 
 
-def draw(tokens: int, width: int, dtype: torch.dtype) -> Tokens:
+def draw(tokens: int, width: int, dtype: torch.dtype, top_k: int = 3) -> Tokens:
     generator = torch.Generator().manual_seed(tokens)
-    experts = torch.rand(tokens, len(HOST_OF_EXPERT), generator=generator).argsort(1)[:, :3].contiguous()
+    experts = torch.rand(tokens, len(HOST_OF_EXPERT), generator=generator).argsort(1)[:, :top_k].contiguous()
     experts[torch.rand(experts.shape, generator=generator) < 0.3] = -1
     return Tokens(
-        torch.randn(tokens, width, generator=generator).to(dtype), experts, torch.rand(tokens, 3, generator=generator)
+        torch.randn(tokens, width, generator=generator).to(dtype), experts, torch.rand(tokens, top_k, generator=generator)
     )
 
 
@@ -47,15 +47,22 @@ def test_a_token_has_a_place_for_each_other_host_of_its_experts(tokens: int) -> 
 
 
 def test_ids_that_are_no_experts_and_repeated_ones_count_as_none() -> None:
-    wrong = torch.tensor([[16, 0, 2**32], [3, 3, -7], [-1, 9, 9]])
+    wrong = torch.tensor([[16, 0, 2**32], [3, 3, 6 - 2**32], [-1, 9, 9]])
     right = torch.tensor([[-1, 0, -1], [3, -1, -1], [-1, 9, -1]])
     for found, expected in zip(CROSSINGS[1].find_places(wrong), CROSSINGS[0].find_places(right), strict=True):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(8, torch.float32), (2056, torch.float16)])
-def test_tokens_go_to_a_host_and_come_back(width: int, dtype: torch.dtype) -> None:
-    tokens = draw(41, width, dtype)
+def test_ids_that_are_no_experts_are_none_elsewhere_too() -> None:
+    x, gates, wrong = torch.zeros(1, 8), torch.zeros(1, 3), torch.tensor([[6, 6 - 2**32, 2**32 + 7]])
+    kernels = CROSSINGS[1]
+    _, experts, _ = kernels.unpack(kernels.pack(1, None, x, wrong, gates), x, wrong, gates, 1)
+    assert experts.tolist() == [[6, -1, -1], [6, -1, -1]]
+
+
+@pytest.mark.parametrize(("width", "dtype", "top_k"), [(8, torch.float32, 3), (2056, torch.float16, 1), (12, torch.float32, 5)])
+def test_tokens_go_to_a_host_and_come_back(width: int, dtype: torch.dtype, top_k: int) -> None:
+    tokens = draw(41, width, dtype, top_k)
     seen = []
     for crossing in CROSSINGS:
         places, _ = crossing.find_places(tokens.experts)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from dlrm_fused.ops.moe import expert_layer, expert_memory
 from dlrm_fused.ops.moe import workspace as moe_workspace
@@ -17,6 +18,7 @@ from tests.ops.moe.cases import (
     Case,
     all_to_one,
     draw,
+    evenly,
     expected,
     make_workspace,
     results,
@@ -92,6 +94,22 @@ def opcheck(activation: str, dtype: torch.dtype) -> None:
 )
 def test_opcheck(activation: str, dtype: torch.dtype) -> None:
     run_ranks(2, opcheck, activation, dtype)
+
+
+def graphs_for_numbers_of_tokens() -> int:
+    """How many graphs a compiler makes for calls with 3 to 6 tokens, when it is told that the number changes."""
+    with cpu_group() as group:
+        case, counter = Case("alone", (6,), 4, 2, evenly), CompileCounter()
+        workspace, inputs = make_workspace(group, case), draw(case, 0)[0]
+        compiled = torch.compile(expert_layer, backend=counter, fullgraph=True, dynamic=True)
+        for tokens in range(3, 7):
+            x, experts, gates = (tensor[:tokens].detach() for tensor in (inputs.x, inputs.experts, inputs.gates))
+            compiled(workspace, x, experts, gates, inputs.w_in, inputs.w_out)
+        return counter.frame_count
+
+
+def test_a_compiler_makes_one_graph_for_all_numbers_of_tokens() -> None:
+    assert run_ranks(1, graphs_for_numbers_of_tokens) == [1]
 
 
 WORST = Case("all tokens to one rank, which has fewer experts than a token wants", (5, 5), 4, 3, all_to_one)
