@@ -65,7 +65,7 @@ class Layer:
         Args:
             received: rows that its experts compute.
             sent: rows of its own tokens that go to other ranks: one for each expert within its host, one to each other host.
-            away: rows that it is sent likewise, whose results it sends back. What guests are handed on within the host is left out.
+            away: rows that it is sent likewise, whose results it sends back. Guests' ways within the host are left out.
         """
         flops, links = 4 * received * self.width * self.hidden, DTYPE.itemsize * (sent + away) * self.width
         weights = 2 * self.experts // ranks * self.width * self.hidden

@@ -122,7 +122,7 @@ class HostCrossing:
 
 
 class KernelCrossing(HostCrossing):
-    """The same on GPUs, and under Triton's interpreter. Nothing waits for the device."""
+    """Kernels do so on GPUs, and under Triton's interpreter. Nothing waits for the device."""
 
     def find_places(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         (tokens, top_k), count, hosts = experts.shape, len(self.host_of_expert), len(self.others)
