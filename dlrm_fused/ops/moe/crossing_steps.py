@@ -204,36 +204,36 @@ def find_places_kernel(
         hosts: H.
         CHOICES, BINS: powers of two, at least TOP_K and experts + 1.
     """
+    lane, choice = tl.arange(0, TOKENS), tl.arange(0, CHOICES)[None, :]
     if tl.program_id(0) < hosts:
         of_host = places + tl.program_id(0) * (1 + tokens.to(tl.int64))
         host, number = tl.load(others + tl.program_id(0)), tl.zeros((), tl.int32)
         for first in range(0, tokens, TOKENS):
-            id_ = _load_ids(ids, first, tokens, experts, TOP_K, CHOICES, TOKENS)
-            token, is_expert = first + tl.arange(0, TOKENS), id_ < experts
-            visits = tl.max((tl.load(host_of_expert + id_, mask=is_expert, other=-1) == host).to(tl.int32), axis=1)
+            token = first + lane
+            there = (token < tokens)[:, None] & (choice < TOP_K)
+            id_ = _load_ids(ids + token.to(tl.int64)[:, None] * TOP_K + choice, there, experts)
+            visits = tl.max((tl.load(host_of_expert + id_, mask=id_ < experts, other=-1) == host).to(tl.int32), axis=1)
             place = tl.where(visits > 0, number + tl.cumsum(visits, axis=0) - 1, -1)
             tl.store(of_host + 1 + token, place, mask=token < tokens)
             number += tl.sum(visits, axis=0)
         tl.store(of_host, number)
         tl.store(told + tl.program_id(0) * (1 + experts.to(tl.int64)), number)
     else:
-        first = (tl.program_id(0) - hosts) * TOKENS
-        id_ = _load_ids(ids, first, tokens, experts, TOP_K, CHOICES, TOKENS)
+        token = (tl.program_id(0) - hosts) * TOKENS + lane
+        slot, there = ids + token.to(tl.int64)[:, None] * TOP_K + choice, (token < tokens)[:, None] & (choice < TOP_K)
+        id_ = _load_ids(slot, there, experts)
+        for back in range(1, TOP_K):
+            id_ = tl.where(_load_ids(slot - back, there & (choice >= back), experts) == id_, experts, id_)
         slots, bins = tl.histogram(tl.reshape(id_, (TOKENS * CHOICES,)), BINS), tl.arange(0, BINS)
         for other in range(hosts):
             tl.atomic_add(told + other * (1 + experts.to(tl.int64)) + 1 + bins, slots, mask=bins < experts, sem="relaxed")
 
 
 @triton.jit
-def _load_ids(ids, first, tokens, experts, TOP_K: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the experts of some tokens, int32 [TOKENS, CHOICES]: ``experts`` for none, and for repetitions."""
-    token, choice = first + tl.arange(0, TOKENS), tl.arange(0, CHOICES)[None, :]
-    slot, there = ids + token.to(tl.int64)[:, None] * TOP_K + choice, (token < tokens)[:, None] & (choice < TOP_K)
+def _load_ids(slot, there, experts):
+    """Return the experts of slots, int32: ``experts`` for what is none."""
     id_ = tl.load(slot, mask=there, other=-1)
-    is_expert = (id_ >= 0) & (id_ < experts)
-    for back in range(1, TOP_K):
-        is_expert &= tl.load(slot - back, mask=there & (choice >= back), other=-1) != id_
-    return tl.where(is_expert, id_, experts).to(tl.int32)
+    return tl.where((id_ >= 0) & (id_ < experts), id_, experts).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
