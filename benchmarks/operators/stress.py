@@ -4,9 +4,10 @@ Some pieces of work, all collective, are done once and checked. Then they are re
 with random delays on the device before each, other ones on each rank, and compared with the first time, bit for bit. On GPUs
 a piece is a CUDA graph if it can be one; the host reads the number of elements that differ at the end.
 
-Where ranks are declared to be several hosts, the first results are also compared with those of all ranks on one host. No bit
-may differ, but in sums over ranks, which several hosts add up in another order and round in other places, and in products of
-torch, whose bits may depend on the number of rows: there the relative difference must be within the tolerance.
+Where ranks are declared to be several hosts, the first results are also compared with those of all ranks on one host. No
+bit may differ, but in sums over ranks or experts, which several hosts add up in another order and round in other places,
+and in products of torch, whose bits may depend on the number of rows: there the relative difference must be within the
+tolerance.
 
 With ``--kill-rank`` that rank kills itself meanwhile; see killed_rank.py. Exit status 1 says that something was not as it must
 be. ``--tiny`` is small enough for compute-sanitizer and the CPU, and has no graphs: memory that is allocated anew each time, in
