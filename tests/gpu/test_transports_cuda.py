@@ -185,11 +185,17 @@ def experts(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype
         leaves = [normal(rows, width), normal(rows, 2).float(), normal(2, hidden, width), normal(2, width, hidden)]
         x, gates, w_in, w_out = (leaf.requires_grad_() for leaf in leaves)
         out = expert_layer(workspace, x, chosen.to(group.device), gates, w_in, w_out, 0.5)
-        # Each host adds up what its experts make of a token, and has rows in an order of its own.
-        rounding = DEPTH**0.5 * torch.finfo(dtype).eps
-        return Results([], rounding=rounding, products=[out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape))])
+        # Each host adds up what its experts make of a token, and has rows in an order of its own. Results are small: over their
+        # largest element the tolerance tells a sum that is missing.
+        results = [out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape))]
+        rounding = torch.finfo(dtype).eps * (DEPTH**0.5 if dtype == torch.float32 else 1.0)
+        return Results([], rounding=rounding, products=[_over_largest(result) for result in results])
 
     return compute
+
+
+def _over_largest(result: Tensor) -> Tensor:
+    return result.float() / result.abs().max().float().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _normal(group: SymmetricGroup, dtype: torch.dtype, number: int) -> Callable[..., Tensor]:
