@@ -22,7 +22,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch._C._autograd": ("_profiler_enabled",),
     "torch.autograd.forward_ad": ("_current_level",),
     "torch._C._distributed_c10d": ("_SymmetricMemory",),
-    "torch._C._distributed_c10d:Backend": ("_end_coalescing", "_start_coalescing"),
     "torch._C._distributed_c10d:Backend.Options": ("_timeout",),
     "torch._dynamo.config": ("optimize_ddp",),
     "torch._subclasses.fake_tensor": ("FakeTensorMode",),

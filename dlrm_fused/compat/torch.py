@@ -157,17 +157,6 @@ def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-@contextmanager
-def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
-    """Make sends and receives within one launch of NCCL; its work is in the list afterwards."""
-    works: list[dist.Work] = []
-    backend._start_coalescing()
-    try:
-        yield works
-    finally:
-        works.append(backend._end_coalescing())
-
-
 def let_captures_be() -> None:
     """Let this thread ask for events while another one captures a CUDA graph, which would otherwise be spoilt.
 

@@ -104,7 +104,7 @@ class SymmetricGroup(abc.ABC):
         # Not torch's name for a group, after the number of those that a process has: that may differ between the ranks.
         name = self.gather(lambda: secrets.token_hex(8))[0]
         try:
-            return self.on_all(lambda: NcclLink(process_group, self.peer_monitor, name))
+            return self.on_all(lambda: NcclLink(process_group, self.device, self.peer_monitor, name))
         except BaseException:
             self.peer_monitor.close()
             raise

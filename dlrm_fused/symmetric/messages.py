@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import coalesced, default_store, let_captures_be, nccl_backend, own_connection
+from dlrm_fused.compat.torch import current_stream, default_store, let_captures_be, nccl_backend, own_connection
 from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
@@ -128,14 +128,16 @@ class NcclLink(Link):
 
     Args:
         process_group: its ranks are those of the messages.
+        device: this rank's GPU, with an index.
         name: the same on all ranks, and of no other messages.
     """
 
     can_be_captured = True
 
-    def __init__(self, process_group: dist.ProcessGroup, peer_monitor: PeerMonitor, name: str) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peer_monitor: PeerMonitor, name: str) -> None:
         store = default_store()
-        self._on_gpu, self._is_closed = torch.cuda.is_available(), False
+        self._device, self._is_closed = device, False
+        self._nothing = torch.empty(0, device=device)
         self._rank, self._size, self._monitor = process_group.rank(), process_group.size(), peer_monitor
         self._nccl: Any = nccl_backend(
             dist.PrefixStore(f"dlrm_fused messages {name}", store), self._rank, self._size, _NCCL_TIMEOUT
@@ -152,11 +154,17 @@ class NcclLink(Link):
         atexit.register(self.close)
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
-        return _NcclExchange(self, self._nccl, sent, received)
+        return _NcclExchange(self, self._begin(sent, received) if sent or received else None, sent, received)
+
+    def _begin(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> dist.Work:
+        """Begin all messages of an exchange, as one launch of NCCL, which leaves out what is empty."""
+        to, from_ = ([slices.get(rank, self._nothing) for rank in range(self._size)] for slices in (sent, received))
+        with self.names_failure():
+            return cast(dist.Work, self._nccl.alltoall(from_, to))
 
     def watch(self, deadline: float) -> None:
         event = self._events.popleft() if self._events else torch.cuda.Event()
-        event.record()
+        event.record(current_stream(self._device))
         self._watched.put((event, deadline))
 
     def close(self) -> None:
@@ -184,7 +192,7 @@ class NcclLink(Link):
         threading.Thread(target=self._nccl.abort, name="dlrm_fused abort", daemon=True).start()
 
     def _watch_all(self) -> None:
-        if self._on_gpu:
+        if self._device.type == "cuda":
             let_captures_be()
         while self.failure is None and (watched := self._watched.get()) is not None:
             try:
@@ -253,17 +261,10 @@ class NcclLink(Link):
 
 
 class _NcclExchange(Exchange):
-    def __init__(self, link: NcclLink, backend: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        self._link, self._received, self._kept = link, received, sent
-        self._work: dist.Work | None = None
-        if sent or received:
-            # All are one launch, in which the order does not matter.
-            with link.names_failure(), coalesced(backend) as works:
-                for rank, slice_ in sent.items():
-                    backend.send([slice_], rank, 0)
-                for rank, slice_ in received.items():
-                    backend.recv([slice_], rank, 0)
-            (self._work,) = works
+    def __init__(
+        self, link: NcclLink, work: dist.Work | None, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+    ) -> None:
+        self._link, self._work, self._received, self._kept = link, work, received, sent
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
         self.finish(deadline)

@@ -283,7 +283,7 @@ _BOUNDED = {
         "in_band = number - first * tiles": _ITEMS,
     },
     "ops/moe/crossing_steps.py": {
-        "token = (tl.program_id(0) - hosts) * TOKENS": _ROWS,
+        "token = (tl.program_id(0) - others) * TOKENS": _ROWS,
         "token = tl.program_id(0) * ROWS": _ROWS,
         "row = tl.program_id(0) * ROWS": _ROWS,
         "column, choice = tl.program_id(1) * COLUMNS": _DIMENSION,

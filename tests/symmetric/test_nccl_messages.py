@@ -55,7 +55,7 @@ class Event:
     query: Callable[[], bool]
     records: int = 0
 
-    def record(self) -> None:
+    def record(self, _: object) -> None:
         self.records += 1
 
 
@@ -65,9 +65,11 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclLink]]:
     store = dist.HashStore()
     monkeypatch.setattr(messages, "default_store", lambda: store)
     monkeypatch.setattr(messages, "nccl_backend", lambda *_: Nccl())
+    monkeypatch.setattr(messages, "current_stream", lambda _: None)
     for name, seconds in (("_ASK_SECONDS", ASK_SECONDS), ("_LOOK_SECONDS", 0.005), ("_REFUSAL_SECONDS", 0.1)):
         monkeypatch.setattr(messages, name, seconds)
-    made = [NcclLink(_group(rank), Monitor(), "messages") for rank in range(3)]  # type: ignore[arg-type]
+    cpu = torch.device("cpu")
+    made = [NcclLink(_group(rank), cpu, Monitor(), "messages") for rank in range(3)]  # type: ignore[arg-type]
     yield made
     for link in made:
         link.close()

@@ -28,7 +28,8 @@ class Crossings(NamedTuple):
     Attributes:
         places: int32 [other hosts, 1 + T]: how many tokens of this rank go to each counterpart, and for each token its place
             among them, or -1.
-        counts: int64 [counterparts + served ranks], on the host: how many tokens go to each, and how many guests each sends.
+        counts: int32 [counterparts + 1 + served ranks], on the host: how many tokens go to each, a zero, and how many guests
+            each sends.
         gates: fp32 [T + most guests, k]: those of own tokens, and then of guests.
     """
 
@@ -39,7 +40,7 @@ class Crossings(NamedTuple):
     @staticmethod
     def none(like: Tensor) -> Crossings:
         """Return those of ranks on one host."""
-        return Crossings(like.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64), like.new_empty(0))
+        return Crossings(like.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32), like.new_empty(0))
 
 
 class Visit(NamedTuple):
@@ -48,7 +49,8 @@ class Visit(NamedTuple):
     Attributes:
         x: [T + guests, d].
         experts: int64 [T + most guests, k]: -1 for experts of other hosts, and beyond the guests.
-        elsewhere: int32 [experts]: how many tokens of this rank and of those that it serves have each expert of other hosts.
+        elsewhere: int32 [1 + served ranks, experts]: how many tokens of this rank, and of each that it serves, have each expert
+            of other hosts.
         crossings: what has crossed.
     """
 
@@ -80,9 +82,8 @@ class HostBoundary:
         self._counterparts, self._served = hosts.counterparts(), hosts.served
         self.most_guests = len(self._served) * max_tokens
         host_of_expert = torch.tensor([hosts.of_rank[expert // local] for expert in range(experts)])
-        self._is_elsewhere = (host_of_expert != hosts.own).int().to(group.device)
         steps = KernelCrossing if uses_kernels(group.device) else HostCrossing
-        self._steps = steps(host_of_expert.to(group.device), hosts.own, hosts.others)
+        self._steps = steps(host_of_expert.to(group.device), hosts.own, hosts.others, len(self._served))
 
     def receive_guests(self, x: Tensor, experts: Tensor, gates: Tensor) -> Visit:
         """Send tokens to the other hosts of their experts. The host waits for the device, for the numbers of tokens.
@@ -92,18 +93,19 @@ class HostBoundary:
             experts: int64 [T, k]. Ids that are no experts count as none.
             gates: fp32 [T, k].
         """
-        places, told = self._steps.find_places(experts)
-        heard = told.new_zeros(len(self._served), told.shape[1])  # which a message that is aborted leaves
-        self._exchange(_by_rank(self._counterparts, told), _by_rank(self._served, heard), "numbers of tokens")
-        elsewhere = torch.cat([told[:1], heard]).sum(0, dtype=torch.int32)[1:] * self._is_elsewhere
-        counts = torch.cat([told[:, 0], heard[:, 0]]).cpu().long()
+        places, numbers = self._steps.find_places(experts)
+        own = len(self._counterparts)
+        # A message that is aborted leaves zeros.
+        to, from_ = _by_rank(self._counterparts, numbers[:own]), _by_rank(self._served, numbers[own + 1 :])
+        self._exchange(to, from_, "numbers of tokens")
+        counts = numbers[:, 0].cpu()
         self._channel.raise_fault()
         leaving, guests = self._split(counts)
         sent = self._steps.pack(sum(leaving), places, x, experts, gates)
         arrived = sent.new_empty(sum(guests), sent.shape[1])
         self._to_hosts(sent, arrived, counts, "tokens")
         every_x, every_experts, every_gates = self._steps.unpack(arrived, x, experts, gates, self.most_guests)
-        return Visit(every_x, every_experts, elsewhere, Crossings(places, counts, every_gates))
+        return Visit(every_x, every_experts, numbers[own:, 1:], Crossings(places, counts, every_gates))
 
     def receive_gradients(self, gradient: Tensor, crossings: Crossings) -> Tensor:
         """Send the gradients of results, [T, d], to where the tokens went; return those of all tokens, [T + guests, d]."""
@@ -136,13 +138,13 @@ class HostBoundary:
         """Return tensors of the shapes of those that cross."""
         tokens, top_k = gates.shape
         places = experts.new_empty(len(self._counterparts), 1 + tokens, dtype=torch.int32)
-        counts = torch.empty(len(self._counterparts) + len(self._served), dtype=torch.int64)
+        counts = torch.empty(len(self._counterparts) + 1 + len(self._served), dtype=torch.int32)
         return Crossings(places, counts, gates.new_empty(tokens + self.most_guests, top_k))
 
     def _split(self, counts: Tensor) -> tuple[list[int], list[int]]:
         """Return how many tokens go to each counterpart, and how many guests each served rank sends."""
         numbers = counts.tolist()
-        return numbers[: len(self._counterparts)], numbers[len(self._counterparts) :]
+        return numbers[: len(self._counterparts)], numbers[len(self._counterparts) + 1 :]
 
     def _to_hosts(self, sent: Tensor, arrived: Tensor, counts: Tensor, what: str) -> None:
         leaving, guests = self._split(counts)

@@ -36,13 +36,15 @@ def _words_of_row(width: int, choices: int) -> int:
 class HostCrossing:
     """Between processes on the CPU, in plain torch."""
 
-    def __init__(self, host_of_expert: Tensor, own_host: int, others: Sequence[int]) -> None:
+    def __init__(self, host_of_expert: Tensor, own_host: int, others: Sequence[int], served: int) -> None:
         """
         Args:
             host_of_expert: int64 [experts].
             others: numbers of other hosts, in the order in which their rows lie.
+            served: ranks of other hosts that send this rank tokens.
         """
-        self.host_of_expert, self.own_host, self.others = host_of_expert, own_host, torch.tensor(others).to(host_of_expert)
+        self.host_of_expert, self.own_host, self.served = host_of_expert, own_host, served
+        self.hosts = torch.tensor([*others, own_host]).to(host_of_expert)
 
     def find_places(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Find the tokens that go to each other host.
@@ -51,17 +53,21 @@ class HostCrossing:
             experts: int64 [T, k], contiguous; ids that are no experts count as none.
 
         Returns:
-            int32 [H, 1 + T], :attr:`~dlrm_fused.ops.moe.between_hosts.Crossings.places`; and int32 [H, 1 + experts]: how many
-            tokens go there, and to each expert.
+            int32 [H, 1 + T], :attr:`~dlrm_fused.ops.moe.between_hosts.Crossings.places`; and int32 [H + 1 + served,
+            1 + experts], :attr:`~dlrm_fused.ops.moe.between_hosts.Crossings.counts` and how many tokens have each expert: in
+            a row for another host those that are not there, in the row of this host those that are not here. The rows of
+            served ranks are zeros, for what these will tell.
         """
         count = len(self.host_of_expert)
         is_expert = (experts >= 0) & (experts < count)
         hosts = self.host_of_expert[experts.where(is_expert, 0)].where(is_expert, -1)
-        visits = (hosts == self.others[:, None, None]).any(2)
-        number = visits.cumsum(1)
-        leaving = visits.sum(1)[:, None]
-        slots = torch.bincount(experts[is_expert], minlength=count).expand(len(self.others), -1)
-        return torch.cat([leaving, number.where(visits, 0) - 1], 1).int(), torch.cat([leaving, slots], 1).int()
+        visits = (hosts == self.hosts[:-1, None, None]).any(2)
+        places = torch.cat([visits.sum(1)[:, None], visits.cumsum(1).where(visits, 0) - 1], 1).int()
+        numbers = places.new_zeros(len(self.hosts) + self.served, 1 + count)
+        numbers[: len(places), 0] = places[:, 0]
+        slots = torch.bincount(experts[is_expert], minlength=count)
+        numbers[: len(self.hosts), 1:] = slots * (self.host_of_expert != self.hosts[:, None])
+        return places, numbers
 
     def pack(
         self,
@@ -125,15 +131,15 @@ class KernelCrossing(HostCrossing):
     """Kernels do so on GPUs, and under Triton's interpreter. Nothing waits for the device."""
 
     def find_places(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        (tokens, top_k), count, hosts = experts.shape, len(self.host_of_expert), len(self.others)
-        places = torch.empty(hosts, 1 + tokens, dtype=torch.int32, device=experts.device)
-        told = places.new_zeros(hosts, 1 + count)
+        (tokens, top_k), count, others = experts.shape, len(self.host_of_expert), len(self.hosts) - 1
+        places = torch.empty(others, 1 + tokens, dtype=torch.int32, device=experts.device)
+        numbers = places.new_zeros(others + 1 + self.served, 1 + count)
         launch_again(
-            (kinds_of(experts), top_k, count, hosts), find_places_kernel, (hosts + ceil_div(tokens, _TOKENS),),
-            experts, self.host_of_expert, self.others, places, told, tokens, count, hosts,
+            (kinds_of(experts), top_k, count, others), find_places_kernel, (others + ceil_div(tokens, _TOKENS),),
+            experts, self.host_of_expert, self.hosts, places, numbers, tokens, count, others,
             TOP_K=top_k, CHOICES=next_power_of_2(top_k), BINS=next_power_of_2(count + 1), TOKENS=_TOKENS, num_warps=8,
         )  # fmt: skip
-        return places, told
+        return places, numbers
 
     def pack(
         self,
@@ -194,20 +200,21 @@ class KernelCrossing(HostCrossing):
 
 @triton.jit(do_not_specialize=["tokens"])
 def find_places_kernel(
-    ids, host_of_expert, others, places, told, tokens, experts, hosts,
+    ids, host_of_expert, hosts, places, numbers, tokens, experts, others,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """See :meth:`HostCrossing.find_places`. Each of the first programs finds the places for a host; the others count experts.
 
     Args:
-        told: zeros.
-        hosts: H.
+        hosts: int64 [H + 1]: the other ones, then this one.
+        numbers: zeros.
+        others: H.
         CHOICES, BINS: powers of two, at least TOP_K and experts + 1.
     """
     lane, choice = tl.arange(0, TOKENS), tl.arange(0, CHOICES)[None, :]
-    if tl.program_id(0) < hosts:
+    if tl.program_id(0) < others:
         of_host = places + tl.program_id(0) * (1 + tokens.to(tl.int64))
-        host, number = tl.load(others + tl.program_id(0)), tl.zeros((), tl.int32)
+        host, number = tl.load(hosts + tl.program_id(0)), tl.zeros((), tl.int32)
         for first in range(0, tokens, TOKENS):
             token = first + lane
             there = (token < tokens)[:, None] & (choice < TOP_K)
@@ -217,16 +224,18 @@ def find_places_kernel(
             tl.store(of_host + 1 + token, place, mask=token < tokens)
             number += tl.sum(visits, axis=0)
         tl.store(of_host, number)
-        tl.store(told + tl.program_id(0) * (1 + experts.to(tl.int64)), number)
+        tl.store(numbers + tl.program_id(0) * (1 + experts.to(tl.int64)), number)
     else:
-        token = (tl.program_id(0) - hosts) * TOKENS + lane
+        token = (tl.program_id(0) - others) * TOKENS + lane
         slot, there = ids + token.to(tl.int64)[:, None] * TOP_K + choice, (token < tokens)[:, None] & (choice < TOP_K)
         id_ = _load_ids(slot, there, experts)
         for back in range(1, TOP_K):
             id_ = tl.where(_load_ids(slot - back, there & (choice >= back), experts) == id_, experts, id_)
         slots, bins = tl.histogram(tl.reshape(id_, (TOKENS * CHOICES,)), BINS), tl.arange(0, BINS)
-        for other in range(hosts):
-            tl.atomic_add(told + other * (1 + experts.to(tl.int64)) + 1 + bins, slots, mask=bins < experts, sem="relaxed")
+        host_of_bin = tl.load(host_of_expert + bins, mask=bins < experts, other=0)
+        for row in range(others + 1):
+            is_told = (bins < experts) & (host_of_bin != tl.load(hosts + row))
+            tl.atomic_add(numbers + row * (1 + experts.to(tl.int64)) + 1 + bins, slots, mask=is_told, sem="relaxed")
 
 
 @triton.jit

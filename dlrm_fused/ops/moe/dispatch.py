@@ -74,6 +74,8 @@ def route(
         rows_per_rank: of a receive block.
         block: the rows [R, d] of this rank's receive block, and their destinations, int32 [R]: kernels make pads of them, zeros
             and -1, where no rank will store. Tiles of one row have none.
+        elsewhere: int32 [any, count], in rows of 1 + count elements: tokens that have experts of other hosts, which are added
+            to this rank's.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
@@ -97,8 +99,8 @@ def route(
     at_a_time = min(_SCAN_EXPERTS, next_power_of_2(count))
     channel.launches(
         (count, elsewhere is None), exchange_counts_kernel, (ceil_div(count, at_a_time),),
-        starts, starts if elsewhere is None else elsewhere, chunks, count, memory.addresses, channel.args, fingerprint,
-        CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, COUNTS_ELSEWHERE=elsewhere is not None, num_warps=4,
+        starts, starts if elsewhere is None else elsewhere, chunks, 0 if elsewhere is None else len(elsewhere), count,
+        memory.addresses, channel.args, fingerprint, CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
     counts = memory.local.view(torch.int32)[: ranks * count].view(ranks, count)
@@ -154,16 +156,16 @@ def count_kernel(
     tl.store(positions + slot, tl.where(id_ >= 0, position, -1), mask=there)
 
 
-@triton.jit(do_not_specialize=["chunks", "fingerprint"])
+@triton.jit(do_not_specialize=["chunks", "rows_elsewhere", "fingerprint"])
 def exchange_counts_kernel(
-    counts, elsewhere, chunks, experts, addresses, channel, fingerprint,
-    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, COUNTS_ELSEWHERE: tl.constexpr,
+    counts, elsewhere, chunks, rows_elsewhere, experts, addresses, channel, fingerprint,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Turn counts of chunks into sums over the chunks before, and tell all ranks of the host the sums over all chunks.
 
     Args:
         counts: int32 [chunks, experts]; of :func:`count_kernel`, and overwritten.
-        elsewhere: int32 [experts], with COUNTS_ELSEWHERE: is added to what ranks are told.
+        elsewhere: int32 [rows_elsewhere, experts], of rows of 1 + experts elements: is added to what ranks are told.
         addresses: int64 [ranks], of memory for int32 [ranks, experts].
     """
     epoch = begin(channel, 0, fingerprint)
@@ -177,8 +179,9 @@ def exchange_counts_kernel(
         count = tl.load(places, mask=inside, other=0)
         tl.store(places, tl.cumsum(count, axis=0) - count + total[None, :], mask=inside)
         total += tl.sum(count, axis=0)
-    if COUNTS_ELSEWHERE:
+    for _ in range(rows_elsewhere):
         total += tl.load(elsewhere + expert, mask=exists, other=0)
+        elsewhere += 1 + experts
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
     for i in tl.static_range(1, channel.world + 1):
         peer = (channel.rank + i) % channel.world
@@ -281,7 +284,7 @@ def _route_by_host(
     group, slots = channel.group, experts.flatten()
     own, positions = count_slots(slots, count)
     if elsewhere is not None:
-        own = own + elsewhere
+        own = own + elsewhere.sum(0)
 
     def counts_at(peer: int) -> Tensor:
         return memory.peer(peer).view(torch.int32).view(group.world_size, count)

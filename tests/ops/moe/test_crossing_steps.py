@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreted
 
 # Experts 0 to 4 are on host 0, 5 to 7 on this host, and so on; rows of another host's tokens come in the order 2, 0, 3.
 HOST_OF_EXPERT = torch.tensor([0] * 5 + [1] * 3 + [2] * 6 + [3] * 2)
-CROSSINGS = [kind(HOST_OF_EXPERT, 1, [2, 0, 3]) for kind in (HostCrossing, KernelCrossing)]
+CROSSINGS = [kind(HOST_OF_EXPERT, 1, [2, 0, 3], 4) for kind in (HostCrossing, KernelCrossing)]
 
 
 class Tokens(NamedTuple):
@@ -35,15 +35,20 @@ def draw(tokens: int, width: int, dtype: torch.dtype, top_k: int = 3) -> Tokens:
 @pytest.mark.parametrize("tokens", [0, 1, 700])
 def test_a_token_has_a_place_for_each_other_host_of_its_experts(tokens: int) -> None:
     experts = draw(tokens, 8, torch.float32).experts
-    for places, told in (crossing.find_places(experts) for crossing in CROSSINGS):
-        for host, own, told_host in zip((2, 0, 3), places, told, strict=True):
+    slots = [int((experts == expert).sum()) for expert in range(len(HOST_OF_EXPERT))]
+    for places, numbers in (crossing.find_places(experts) for crossing in CROSSINGS):
+        assert len(numbers) == 3 + 1 + 4
+        assert numbers[4:].eq(0).all()
+        for host, told in zip((2, 0, 3, 1), numbers, strict=False):
+            assert told[1:].tolist() == [0 if HOST_OF_EXPERT[e] == host else slots[e] for e in range(len(slots))]
+        assert numbers[3, 0] == 0
+        for host, own, told in zip((2, 0, 3), places, numbers, strict=False):
             visitors = [
                 t for t, chosen in enumerate(experts.tolist()) if any(e >= 0 and HOST_OF_EXPERT[e] == host for e in chosen)
             ]
-            assert own[0] == told_host[0] == len(visitors)
+            assert own[0] == told[0] == len(visitors)
             assert [t for t in range(tokens) if own[1 + t] >= 0] == visitors
             assert own[1:][visitors].tolist() == list(range(len(visitors)))
-            assert told_host[1:].tolist() == [int((experts == expert).sum()) for expert in range(len(HOST_OF_EXPERT))]
 
 
 def test_ids_that_are_no_experts_and_repeated_ones_count_as_none() -> None:
