@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.ops.moe import workspace as moe_workspace
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
-from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, SHARE_A_GPU, captured, checked_on_all_ranks, delay, synchronize
 from tests.ops.moe.cases import Inputs
 
@@ -285,6 +286,15 @@ def memory_is_what_was_predicted(group: SymmetricGroup) -> None:
     assert peaks[1] <= 1.5 * hidden_bytes + of_tokens_and_weights + 64 * workspace.memory.rows
 
 
+def between_hosts(group: SymmetricGroup, check: Callable[[SymmetricGroup], None]) -> None:
+    """The same where each rank is a host. All tokens cross, so that the host waits for nothing."""
+    os.environ["DLRM_FUSED_HOST"] = f"host{group.rank}"
+    try:
+        check(symmetric_group(dist.new_group(range(group.world_size)), group.device))
+    finally:
+        del os.environ["DLRM_FUSED_HOST"]
+
+
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "evenly in fp32": partial(equal_to_dense, dtype=torch.float32, choose=evenly),
     "skewed in fp32": partial(equal_to_dense, dtype=torch.float32, choose=skewed),
@@ -299,6 +309,8 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "graphs": replays_have_the_bits_of_eager_calls,
     "losses of both": losses_of_both,
 }
+if not SHARE_A_GPU:  # NCCL sends nothing between ranks that do, and TCP's messages cannot be replayed
+    CHECKS["graphs between hosts"] = partial(between_hosts, check=replays_have_the_bits_of_eager_calls)
 if ON_GPU:
     CHECKS |= {
         "weights in fp32, wide tiles": partial(float32_weights_have_the_gradients_of_rounded_ones, most=3000),

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
-from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
+from dlrm_fused.ops.moe import ExpertWorkspace, between_hosts, expert_layer
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank
 from tests.distributed.launch import Ranks
@@ -162,19 +163,20 @@ def sharded_rows(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
     return multiply
 
 
-def experts(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype) -> Epoch:
+def experts(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype, all_cross: bool = True) -> Epoch:
     """The expert layer and all its gradients; some tokens have one expert."""
     count, width, hidden, tokens = 2 * group.world_size, COLUMNS // 2, DEPTH, 200 if ON_GPU else 12
-    workspace = ExpertWorkspace(
-        group,
-        name="transports",
-        experts=count,
-        top_k=2,
-        max_tokens=tokens,
-        width=width,
-        dtype=dtype,
-        timeout_seconds=timeout_seconds,
-    )
+    with mock.patch.object(between_hosts, "all_tokens_cross", return_value=all_cross):
+        workspace = ExpertWorkspace(
+            group,
+            name="transports",
+            experts=count,
+            top_k=2,
+            max_tokens=tokens,
+            width=width,
+            dtype=dtype,
+            timeout_seconds=timeout_seconds,
+        )
 
     def compute(number: int) -> Results:
         normal = _normal(group, dtype, number)
@@ -214,6 +216,7 @@ OPERATORS: dict[str, Callable[[SymmetricGroup, float], Epoch]] = {
     **({} if SHARE_A_GPU else {"sums": sums}),  # its kernel waits for that of the other rank
     "sharded rows": sharded_rows,
     "experts": partial(experts, dtype=HALF),
+    "experts, tokens that cross are counted": partial(experts, dtype=HALF, all_cross=False),
     "experts in fp32": partial(experts, dtype=torch.float32),
 }
 

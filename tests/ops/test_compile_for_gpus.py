@@ -234,7 +234,10 @@ def launch_route() -> None:
 
 
 def launch_crossing(dtype: torch.dtype, own_host: int, others: list[int]) -> None:
-    crossing, tokens = crossing_steps.KernelCrossing(torch.zeros(128, dtype=torch.int64), own_host, others, 1), rows(dtype)
+    crossing, tokens = (
+        crossing_steps.KernelCrossing(torch.zeros(128, dtype=torch.int64), own_host, others, 1, names_elsewhere=True),
+        rows(dtype),
+    )
     experts, gates = torch.zeros(len(tokens), TOP_K, dtype=torch.int64), torch.zeros(len(tokens), TOP_K)
     places, _ = crossing.find_places(experts)
     packed = crossing.pack(len(tokens), places, tokens, experts, gates)

@@ -180,7 +180,8 @@ def make_calls(group: Any) -> None:
     for experts_of_all, own_host, others, tokens, width, top_k in itertools.product(
         (15, 16), (1, 16), ([0], [0, 2]), (0, 1, 33), (64, 24), (1, 2)
     ):
-        crossing = KernelCrossing(torch.zeros(experts_of_all, dtype=torch.int64), own_host, others, len(others))
+        host_of_expert, is_named = torch.zeros(experts_of_all, dtype=torch.int64), tokens == 1
+        crossing = KernelCrossing(host_of_expert, own_host, others, 1, names_elsewhere=is_named)
         x, ids = tensor(tokens, width), torch.zeros(tokens, top_k, dtype=torch.int64)
         for guests, at in itertools.product((0, 1, 16), (0, 1)):
             gates, rows = tensor(tokens, top_k, dtype=torch.float32, at=at), tensor(tokens + guests, width)

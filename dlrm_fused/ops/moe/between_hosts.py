@@ -1,5 +1,8 @@
 """Tokens of other hosts: a token crosses once to each host that has some of its experts, and one sum comes back.
 
+On GPUs, where few bytes would be saved by asking how many tokens cross, all of them do (:func:`all_tokens_cross`): the host
+then waits for nothing, and a CUDA graph can have the layer.
+
 The ranks of a host compute the layer of the experts there. The tokens of a rank in it are its own and its *guests*: those that
 the ranks of other hosts that it serves (:attr:`~dlrm_fused.symmetric.hosts.Hosts.served`) send it. So nothing inside a host
 knows of other hosts.
@@ -20,6 +23,23 @@ from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.moe.crossing_steps import HostCrossing, KernelCrossing, words
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.device import uses_kernels
+
+# Bytes that a rank may send in vain, in one message to each other host, so that no host waits for its device. To wait, and to
+# tell how many tokens cross, takes 0.1 ms and more; so many bytes take 0.04 ms at 50 GB/s, in each of two messages.
+_MOST_BYTES_IN_VAIN = 2 * 2**20
+
+
+def all_tokens_cross(hosts: int, top_k: int, max_tokens: int, row_bytes: int) -> bool:
+    """Return whether all tokens go to all other hosts, whatever their experts, so that nobody has to tell how many.
+
+    Args:
+        hosts: of the layer's ranks.
+        top_k: experts of a token; those of evenly spread tokens count.
+        max_tokens: of a rank and call.
+        row_bytes: of a token.
+    """
+    in_vain = (hosts - 1) * max_tokens * (1 - 1 / hosts) ** top_k
+    return in_vain * row_bytes <= _MOST_BYTES_IN_VAIN
 
 
 class Crossings(NamedTuple):
@@ -48,9 +68,9 @@ class Visit(NamedTuple):
 
     Attributes:
         x: [T + guests, d].
-        experts: int64 [T + most guests, k]: -1 for experts of other hosts, and beyond the guests.
+        experts: int64 [T + most guests, k]: -1 beyond the guests. Those of other hosts are -1, or -2 - id if all tokens cross.
         elsewhere: int32 [1 + served ranks, experts]: how many tokens of this rank, and of each that it serves, have each expert
-            of other hosts.
+            of other hosts; [0, experts] if all tokens cross.
         crossings: what has crossed.
     """
 
@@ -68,31 +88,56 @@ class HostBoundary:
     another call; on GPUs a later call may.
     """
 
-    def __init__(self, channel: Channel, experts: int, max_tokens: int) -> None:
+    def __init__(self, channel: Channel, experts: int, top_k: int, max_tokens: int, row_bytes: int) -> None:
         """Local.
 
         Args:
             channel: of the layer.
             experts: of all ranks.
+            top_k: experts of a token.
             max_tokens: of a rank and call.
+            row_bytes: of a token.
         """
-        group = channel.group
+        group, with_kernels = channel.group, uses_kernels(channel.group.device)
         hosts, local = group.hosts, experts // group.world_size
         self._channel, self._experts = channel, experts
         self._counterparts, self._served = hosts.counterparts(), hosts.served
         self.most_guests = len(self._served) * max_tokens
         host_of_expert = torch.tensor([hosts.of_rank[expert // local] for expert in range(experts)])
-        steps = KernelCrossing if uses_kernels(group.device) else HostCrossing
-        self._steps = steps(host_of_expert.to(group.device), hosts.own, hosts.others, len(self._served))
+        self.all_cross = with_kernels and all_tokens_cross(len(hosts.ranks), top_k, max_tokens, row_bytes)
+        steps = KernelCrossing if with_kernels else HostCrossing
+        self._steps = steps(
+            host_of_expert.to(group.device), hosts.own, hosts.others, len(self._served), names_elsewhere=self.all_cross
+        )
+        # All tokens' number, then the place of each.
+        self._in_order = torch.arange(-1, max_tokens, dtype=torch.int32, device=group.device)
+        self._in_order[0] = max_tokens
 
     def receive_guests(self, x: Tensor, experts: Tensor, gates: Tensor) -> Visit:
-        """Send tokens to the other hosts of their experts. The host waits for the device, for the numbers of tokens.
+        """Send tokens to the other hosts of their experts. The host waits for the device, unless all tokens cross.
 
         Args:
             x: [T, d].
             experts: int64 [T, k]. Ids that are no experts count as none.
             gates: fp32 [T, k].
         """
+        places, counts, elsewhere = self._all_of(len(x)) if self.all_cross else self._count(experts)
+        leaving, guests = self._split(counts)
+        sent = self._steps.pack(sum(leaving), places, x, experts, gates)
+        arrived = sent.new_empty(sum(guests), sent.shape[1])
+        self._to_hosts(sent, arrived, counts, "tokens")
+        every_x, every_experts, every_gates = self._steps.unpack(arrived, x, experts, gates, self.most_guests)
+        return Visit(every_x, every_experts, elsewhere, Crossings(places, counts, every_gates))
+
+    def _all_of(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_count` where all tokens cross: messages have room for as many as a call can have."""
+        places = self._in_order[: 1 + tokens].repeat(len(self._counterparts), 1)
+        most = len(self._in_order) - 1
+        counts = torch.tensor([most] * len(self._counterparts) + [0] + [most] * len(self._served), dtype=torch.int32)
+        return places, counts, places.new_empty(0, self._experts)
+
+    def _count(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return places and counts of :class:`Crossings`, and ``elsewhere`` of :class:`Visit`."""
         places, numbers = self._steps.find_places(experts)
         own = len(self._counterparts)
         # A message that is aborted leaves zeros.
@@ -100,12 +145,7 @@ class HostBoundary:
         self._exchange(to, from_, "numbers of tokens")
         counts = numbers[:, 0].cpu()
         self._channel.raise_fault()
-        leaving, guests = self._split(counts)
-        sent = self._steps.pack(sum(leaving), places, x, experts, gates)
-        arrived = sent.new_empty(sum(guests), sent.shape[1])
-        self._to_hosts(sent, arrived, counts, "tokens")
-        every_x, every_experts, every_gates = self._steps.unpack(arrived, x, experts, gates, self.most_guests)
-        return Visit(every_x, every_experts, numbers[own:, 1:], Crossings(places, counts, every_gates))
+        return places, counts, numbers[own:, 1:]
 
     def receive_gradients(self, gradient: Tensor, crossings: Crossings) -> Tensor:
         """Send the gradients of results, [T, d], to where the tokens went; return those of all tokens, [T + guests, d]."""

@@ -36,14 +36,18 @@ def _words_of_row(width: int, choices: int) -> int:
 class HostCrossing:
     """Between processes on the CPU, in plain torch."""
 
-    def __init__(self, host_of_expert: Tensor, own_host: int, others: Sequence[int], served: int) -> None:
+    def __init__(
+        self, host_of_expert: Tensor, own_host: int, others: Sequence[int], served: int, *, names_elsewhere: bool
+    ) -> None:
         """
         Args:
             host_of_expert: int64 [experts].
             others: numbers of other hosts, in the order in which their rows lie.
             served: ranks of other hosts that send this rank tokens.
+            names_elsewhere: whether :meth:`unpack` says of experts of other hosts which they are.
         """
         self.host_of_expert, self.own_host, self.served = host_of_expert, own_host, served
+        self.names_elsewhere = names_elsewhere
         self.hosts = torch.tensor([*others, own_host]).to(host_of_expert)
 
     def find_places(self, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +84,7 @@ class HostCrossing:
         """Return int32 [count, W]: the tokens that leave, side by side with their experts and gates if these are given.
 
         Args:
+            count: of rows, as ``places`` says. Those for a host that no token takes are filled with -1: they have no experts.
             places: of :meth:`find_places`; None for all tokens as they are.
             rows: [T, d].
         """
@@ -87,13 +92,20 @@ class HostCrossing:
         parts = [words(part) if part.dtype == torch.float32 else part.int() for part in parts]
         padding = _words_of_row(parts[0].shape[1], sum(part.shape[1] for part in parts[1:])) - sum(p.shape[1] for p in parts)
         packed = torch.nn.functional.pad(torch.cat(parts, 1), (0, padding))
-        return packed if places is None else torch.cat([packed[there] for there in places[:, 1:] >= 0])
+        if places is None:
+            return packed
+        of_hosts = packed.new_full((count, packed.shape[1]), -1).split(places[:, 0].tolist())
+        for of_host, place in zip(of_hosts, places[:, 1:], strict=True):
+            of_host[place[place >= 0]] = packed[place >= 0]
+        return torch.cat(of_hosts)
 
     def unpack(
         self, arrived: Tensor, x: Tensor, experts: Tensor, gates: Tensor, most_guests: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return own tokens and guests, [T + guests, d]; their experts, [T + most guests, k], -1 for those of other hosts; and
-        their gates, [T + most guests, k]. What is beyond the guests has no experts, and gates that mean nothing."""
+        """Return own tokens and guests, [T + guests, d]; their experts, [T + most guests, k]; and their gates, [T + most
+        guests, k]. What is beyond the guests has no experts, and gates that mean nothing. Experts of other hosts are -1, or
+        where they are named -2 - id.
+        """
         width, top_k = words(x).shape[1], experts.shape[1]
         of_rows, of_experts, of_gates, _ = arrived.split([width, top_k, top_k, arrived.shape[1] - width - 2 * top_k], 1)
         rest = most_guests - len(arrived)
@@ -102,7 +114,8 @@ class HostCrossing:
         is_here = is_expert & (self.host_of_expert[every.where(is_expert, 0)] == self.own_host)
         every_x = torch.cat([x, of_rows.contiguous().view(x.dtype)])
         every_gates = torch.cat([gates, of_gates.view(torch.float32), gates.new_zeros(rest, top_k)])
-        return every_x, every.where(is_here, -1), every_gates
+        not_here = -2 - every if self.names_elsewhere else torch.full_like(every, -1)
+        return every_x, every.where(is_here, not_here.where(is_expert, -1)), every_gates
 
     def add(self, arrived: Tensor, places: Tensor, rows: Tensor, gates: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Add what came back for own tokens, in fp32 and in the order of the hosts, to the first T of ``rows`` and ``gates``.
@@ -120,10 +133,11 @@ class HostCrossing:
         total = rows[:own].float().clone()
         total_gates = None if gates is None else gates[:own].clone()
         of_hosts = arrived.split(places[:, 0].tolist())
-        for there, part in zip(places[:, 1:] >= 0, of_hosts, strict=True):
-            total[there] += part[:, :width].contiguous().view(rows.dtype).float()
+        for place, of_host in zip(places[:, 1:], of_hosts, strict=True):
+            part = of_host[place[place >= 0]]
+            total[place >= 0] += part[:, :width].contiguous().view(rows.dtype).float()
             if total_gates is not None:
-                total_gates[there] += part[:, width : width + total_gates.shape[1]].view(torch.float32)
+                total_gates[place >= 0] += part[:, width : width + total_gates.shape[1]].view(torch.float32)
         return total.to(rows.dtype), total_gates
 
 
@@ -152,8 +166,10 @@ class KernelCrossing(HostCrossing):
         count_of_experts = len(self.host_of_expert)
         source, choices = words(rows), [part for part in (experts, gates) if part is not None]
         (tokens, width), top_k = source.shape, choices[0].shape[1] if choices else 1
-        packed = source.new_empty(count, _words_of_row(width, top_k * len(choices)))
-        if count:
+        shape = count, _words_of_row(width, top_k * len(choices))
+        are_all_taken = places is None or count <= len(places) * tokens
+        packed = source.new_empty(shape) if are_all_taken else source.new_full(shape, -1)
+        if count and tokens:
             launch_again(
                 (kinds_of(source, experts, gates, places), width, top_k, count_of_experts), pack_kernel,
                 (ceil_div(tokens, _ROWS), 1 if places is None else len(places)),
@@ -173,11 +189,12 @@ class KernelCrossing(HostCrossing):
         every_experts, every_gates = experts.new_empty(rows, top_k), gates.new_empty(rows, top_k)
         if rows:
             launch_again(
-                (kinds_of(x, experts, gates), width, top_k, count, self.own_host), unpack_kernel, (ceil_div(rows, _ROWS),),
+                (kinds_of(x, experts, gates), width, top_k, count, self.own_host, self.names_elsewhere),
+                unpack_kernel, (ceil_div(rows, _ROWS),),
                 words(x), experts, gates, arrived, self.host_of_expert, words(every_x), every_experts, every_gates,
                 tokens, guests, rows, count, self.own_host, width, arrived.shape[1],
-                TOP_K=top_k, CHOICES=next_power_of_2(top_k), ROWS=_ROWS, WORDS=min(_WORDS, next_power_of_2(width)),
-                num_warps=4,
+                TOP_K=top_k, CHOICES=next_power_of_2(top_k), NAMES_ELSEWHERE=self.names_elsewhere, ROWS=_ROWS,
+                WORDS=min(_WORDS, next_power_of_2(width)), num_warps=4,
             )  # fmt: skip
         return every_x, every_experts, every_gates
 
@@ -279,7 +296,7 @@ def pack_kernel(
 def unpack_kernel(
     x, ids, gates, arrived, host_of_expert, every_x, every_id, every_gate, tokens, guests, rows, experts, own_host, width,
     packed_width,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, NAMES_ELSEWHERE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """See :meth:`HostCrossing.unpack`; widths are in words, and x and every_x words."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -299,7 +316,12 @@ def unpack_kernel(
     gate = tl.load(gates + slot, mask=is_own, other=0.0)
     gate += tl.load((of_guest + TOP_K).to(tl.pointer_type(tl.float32)), mask=is_guest, other=0.0)
     is_stored = (row < rows)[:, None] & is_choice
-    tl.store(every_id + slot, tl.where(is_here, id_, -1), mask=is_stored)
+    if NAMES_ELSEWHERE:
+        is_here |= ~is_expert
+        id_ = tl.where(is_here, tl.where(is_expert, id_, -1), -2 - id_)
+    else:
+        id_ = tl.where(is_here, id_, -1)
+    tl.store(every_id + slot, id_, mask=is_stored)
     tl.store(every_gate + slot, gate, mask=is_stored)
 
 

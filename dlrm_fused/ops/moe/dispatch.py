@@ -66,16 +66,17 @@ def route(
     """Routes of this rank's slots. One epoch: collective. On GPUs the host does not wait for the device.
 
     Args:
-        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1. Kernels take any
-            other id for -1, and every repetition of an id in a row.
+        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1; with ``elsewhere`` also -2 - id of
+            those of other hosts, which are counted alone. Kernels take any other id for -1, and every repetition of an id in
+            a row.
         window: int32 [ranks, count] on each rank, for the counts of all ranks.
         count: experts of all ranks.
         tile_rows: rows of a tile.
         rows_per_rank: of a receive block.
         block: the rows [R, d] of this rank's receive block, and their destinations, int32 [R]: kernels make pads of them, zeros
             and -1, where no rank will store. Tiles of one row have none.
-        elsewhere: int32 [any, count], in rows of 1 + count elements: tokens that have experts of other hosts, which are added
-            to this rank's.
+        elsewhere: given between hosts, int32 [any, count], in rows of 1 + count elements: more tokens that have experts of
+            other hosts, which are added to this rank's.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
@@ -91,9 +92,10 @@ def route(
     positions = torch.empty(slots, dtype=torch.int32, device=experts.device)
     if slots:
         launch_again(
-            (layout_of(experts), count), count_kernel, (chunks,),
+            (layout_of(experts), count, elsewhere is None), count_kernel, (chunks,),
             experts, slots, starts, positions, count,
-            TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=next_power_of_2(count), num_warps=8,
+            TOP_K=top_k, COUNTS_ELSEWHERE=elsewhere is not None, CHUNK=chunk, LANES=lanes, EXPERTS=next_power_of_2(count),
+            num_warps=8,
         )  # fmt: skip
     # Counts of chunks become sums over the chunks before, and all ranks are told the totals; then as in `place_experts`.
     at_a_time = min(_SCAN_EXPERTS, next_power_of_2(count))
@@ -125,14 +127,14 @@ def route(
 @triton.jit(do_not_specialize=["slots"])
 def count_kernel(
     ids, slots, counts, positions, experts,
-    TOP_K: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, COUNTS_ELSEWHERE: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Count each chunk's slots of each expert, and for each slot the earlier ones of its chunk with the same expert.
 
     Args:
-        ids: int64 [slots].
+        ids: int64 [slots]; with COUNTS_ELSEWHERE -2 - id for experts of other hosts.
         counts: int32 [chunks, experts].
-        positions: int32 [slots]; -1 for a slot without expert.
+        positions: int32 [slots]; -1 for a slot without expert of this host.
         CHUNK: slots, a multiple of TOP_K, at most LANES.
         EXPERTS: power of two, at least ``experts``.
     """
@@ -143,17 +145,22 @@ def count_kernel(
     slot = tl.program_id(0) * CHUNK + lane
     there = (lane < CHUNK) & (slot < slots)
     id_ = tl.load(ids + slot, mask=there, other=-1)
-    id_ = tl.where((id_ >= 0) & (id_ < experts), id_, -1).to(tl.int32)
     for back in range(1, TOP_K):
         is_of_token = there & (lane % TOP_K >= back)
         id_ = tl.where(tl.load(ids + slot - back, mask=is_of_token, other=-1) == id_, -1, id_)
+    is_here = (id_ >= 0) & (id_ < experts)
+    if COUNTS_ELSEWHERE:
+        id_ = tl.where(is_here, id_, -2 - id_)
+        id_ = tl.where((id_ >= 0) & (id_ < experts), id_, -1).to(tl.int32)
+    else:
+        id_ = tl.where(is_here, id_, -1).to(tl.int32)
     # Earlier slots count 1, others 2^16: one sum is both numbers.
     weights = tl.where(lane[None, :] < lane[:, None], 1, 1 << 16)
     same = tl.sum(tl.where(id_[None, :] == id_[:, None], weights, 0), axis=1)
     position, is_last = same & 0xFFFF, same >> 16 == 1
     tl.debug_barrier()  # the zeros are stored
     tl.store(of_chunk + id_, position + 1, mask=(id_ >= 0) & is_last)
-    tl.store(positions + slot, tl.where(id_ >= 0, position, -1), mask=there)
+    tl.store(positions + slot, tl.where(is_here, position, -1), mask=there)
 
 
 @triton.jit(do_not_specialize=["chunks", "rows_elsewhere", "fingerprint"])
@@ -282,7 +289,8 @@ def _route_by_host(
 ) -> RoutesToExperts:
     memory, channel, _, fingerprint = window
     group, slots = channel.group, experts.flatten()
-    own, positions = count_slots(slots, count)
+    ids = slots if elsewhere is None else torch.where(slots < -1, -2 - slots, slots)
+    own, positions = count_slots(ids, count)
     if elsewhere is not None:
         own = own + elsewhere.sum(0)
 
@@ -293,7 +301,7 @@ def _route_by_host(
     counts = counts_at(group.rank)
     first_rows, groups = place_experts(counts, group.rank, tile_rows)
     receivers = slots // (count // group.world_size)
-    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[group.rank][slots] + positions, -1)
+    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[group.rank][ids] + positions, -1)
     return RoutesToExperts(targets.int(), groups, counts.sum(0))
 
 

@@ -111,13 +111,16 @@ def _forward(
     if not uses_kernels(workspace.device):
         with abort_peers_on_error(workspace.channel):
             _check_ids(workspace, experts)
-    if workspace.group.hosts.are_many and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UsageError(f"{workspace.name}: between hosts a call cannot be captured: the host asks how many tokens cross")
     is_rounded = w_in.dtype != workspace.dtype
     x, w_in, w_out = aligned(x), aligned(w_in.to(workspace.dtype)), aligned(w_out.to(workspace.dtype))
     steps = workspace.steps
 
     boundary, elsewhere = workspace.boundary, None
+    if boundary and not boundary.all_cross and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            f"{workspace.name}: with max_tokens={workspace.max_tokens} a call between hosts cannot be captured: the host asks "
+            "how many tokens cross; fewer all cross"
+        )
     if boundary:
         x, experts, elsewhere, crossings = boundary.receive_guests(x, experts, gates)
         gates = crossings.gates

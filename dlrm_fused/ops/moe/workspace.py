@@ -147,7 +147,9 @@ class ExpertWorkspace(Workspace):
         with_kernels = uses_kernels(group.device)
         sizes = group.world_size, experts, top_k, max_tokens, width, dtype
         self.memory = expert_memory(*sizes, with_kernels=with_kernels, served=group.hosts.most_served)
-        self.boundary = HostBoundary(self.channel, experts, max_tokens) if group.hosts.are_many else None
+        self.boundary: HostBoundary | None = None
+        if group.hosts.are_many:
+            self.boundary = HostBoundary(self.channel, experts, top_k, max_tokens, width * dtype.itemsize)
         if group.rank == 0:
             logger.info(
                 "expert layer %s: %s of symmetric memory on each rank, for %d rows in the worst case",

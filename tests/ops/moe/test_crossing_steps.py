@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreted
 
 # Experts 0 to 4 are on host 0, 5 to 7 on this host, and so on; rows of another host's tokens come in the order 2, 0, 3.
 HOST_OF_EXPERT = torch.tensor([0] * 5 + [1] * 3 + [2] * 6 + [3] * 2)
-CROSSINGS = [kind(HOST_OF_EXPERT, 1, [2, 0, 3], 4) for kind in (HostCrossing, KernelCrossing)]
+CROSSINGS = [kind(HOST_OF_EXPERT, 1, [2, 0, 3], 4, names_elsewhere=False) for kind in (HostCrossing, KernelCrossing)]
 
 
 class Tokens(NamedTuple):
@@ -90,6 +90,25 @@ def test_tokens_go_to_a_host_and_come_back(width: int, dtype: torch.dtype, top_k
     visits = (places[:, 1:] >= 0).sum(0)[:, None]
     torch.testing.assert_close(total, (3 * tokens.x.float() * (1 + visits)).to(dtype))
     torch.testing.assert_close(total_gates, tokens.gates * (1 + visits))
+
+
+def test_all_tokens_cross_and_what_is_left_of_a_message_has_no_experts() -> None:
+    most, tokens = 9, draw(7, 8, torch.float32)
+    places = torch.tensor([most, *range(7)], dtype=torch.int32).expand(3, -1).contiguous()
+    seen = []
+    for kind in (HostCrossing, KernelCrossing):
+        crossing = kind(HOST_OF_EXPERT, 1, [2, 0, 3], 4, names_elsewhere=True)
+        every_x, experts, gates = crossing.unpack(crossing.pack(3 * most, places, *tokens), *tokens, 4 * most)
+        is_real = torch.cat([torch.ones(7), *[torch.tensor([1.0] * 7 + [0.0] * 2)] * 3]).bool()
+        seen.append([every_x[is_real], gates[: len(is_real)][is_real], experts])
+        seen[-1] += [*crossing.add(crossing.pack(3 * most, places, tokens.x, gates=tokens.gates), places, every_x, gates)]
+        named = tokens.experts.where((tokens.experts < 0) | (HOST_OF_EXPERT[tokens.experts] == 1), -2 - tokens.experts)
+        assert torch.equal(experts[: len(is_real)][is_real], named.repeat(4, 1))
+        assert experts[: len(is_real)][~is_real].eq(-1).all()
+        assert experts[len(is_real) :].eq(-1).all()
+    for own, expected in zip(*reversed(seen), strict=True):
+        assert torch.equal(own, expected)
+    torch.testing.assert_close(seen[0][-2], 4 * tokens.x)
 
 
 def test_rows_alone_travel_as_they_are() -> None:

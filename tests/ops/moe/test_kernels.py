@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +11,28 @@ from torch import Tensor
 
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.moe import between_hosts, expert_layer_with_slots
 from dlrm_fused.ops.moe import dispatch as routing
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
+from dlrm_fused.ops.moe.between_hosts import all_tokens_cross
 from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import Channel
-from tests.distributed.launch import cpu_group, run_ranks
-from tests.ops.moe.cases import CASES, Case, all_to_one, expected, run_cases, run_float32_weights, run_steps, with_gaps
+from tests.distributed.launch import cpu_group, on_hosts, run_ranks
+from tests.ops.moe.cases import (
+    CASES,
+    Case,
+    Results,
+    all_to_one,
+    draw,
+    expected,
+    make_workspace,
+    run_cases,
+    run_float32_weights,
+    run_fused,
+    run_steps,
+    with_gaps,
+)
 
 pytestmark = pytest.mark.interpreted
 
@@ -53,6 +70,41 @@ def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None
             torch.testing.assert_close(own, expected(SHORT, seed)[rank], rtol=1e-5, atol=1e-5)
 
 
+def run_between_hosts(case: Case, all_cross: bool) -> tuple[Results, Tensor, Tensor]:
+    """On a rank: results, and how many tokens have each expert as the layer says: with the ids of the case, and with wrong ones
+    in place of none."""
+    with cpu_group() as group, mock.patch.object(between_hosts, "all_tokens_cross", return_value=all_cross):
+        workspace = make_workspace(group, case, max_tokens=9)  # more than there are
+        found = run_fused(workspace, draw(case, 0)[group.rank])
+        x, experts, *others = draw(case, 0)[group.rank].arguments()
+        told = [
+            expert_layer_with_slots(workspace, x, ids, *others)[1] for ids in (experts, with_wrong_ids(experts, case.experts))
+        ]
+        workspace.raise_fault()
+        return found, *told
+
+
+@pytest.mark.parametrize("all_cross", [True, False], ids=["all tokens cross", "those that cross are counted"])
+@pytest.mark.parametrize("hosts", [(0, 1, 0), (0, 1, 2)])
+def test_between_hosts_the_kernels_are_the_dense_computation(hosts: tuple[int, ...], all_cross: bool) -> None:
+    case = Case("a rank has no tokens", (7, 0, 4), 6, 3, with_gaps)
+    chosen = torch.cat([inputs.experts for inputs in draw(case, 0)])
+    slots = torch.bincount(chosen[chosen >= 0], minlength=case.experts)
+    by_rank = run_ranks(3, on_hosts, hosts, run_between_hosts, case, all_cross)
+    for (found, *told), wanted in zip(by_rank, expected(case, 0), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        for of_ids in told:
+            assert torch.equal(of_ids, slots)
+
+
+def test_all_tokens_cross_where_few_do_so_in_vain() -> None:
+    """Of two hosts, a fourth of the tokens have both of their experts on their own."""
+    assert all_tokens_cross(hosts=2, top_k=2, max_tokens=4096, row_bytes=2048)
+    assert not all_tokens_cross(hosts=2, top_k=2, max_tokens=4096, row_bytes=2064)
+    assert all_tokens_cross(hosts=2, top_k=8, max_tokens=65536, row_bytes=4096)
+    assert not all_tokens_cross(hosts=8, top_k=2, max_tokens=4096, row_bytes=2048)
+
+
 EXPERTS, TOP_K, TILE_ROWS = 39, 3, 4
 
 
@@ -63,9 +115,10 @@ def choose(tokens: int, seed: int) -> Tensor:
     return chosen
 
 
-def with_wrong_ids(experts: Tensor) -> Tensor:
+def with_wrong_ids(experts: Tensor, count: int = EXPERTS) -> Tensor:
     """What was none becomes an id that does not exist, or one that the token has already."""
     spoiled = torch.where(experts == -1, 2**32 + 5, experts)
+    spoiled[:, 1:2] = spoiled[:, 1:2].where(spoiled[:, 1:2] < count, -5)
     is_repeated = (experts[:, 2] == -1) & (experts[:, 0] >= 0)
     spoiled[is_repeated, 2] = experts[is_repeated, 0]
     return spoiled
