@@ -166,7 +166,11 @@ class _Step:
                 # An AllReduce sends parts to be summed, and sums.
                 messages = 2 if exchange.collective == "all_reduce" else 1
                 each = messages * exchange.bytes / exchange.ranks
-                (pairs,) = self._sent_by("stores", [Phase(group.flows(Pattern.all_pairs), each)])
+                phases = [Phase(group.flows(Pattern.all_pairs), each)]
+                if exchange.collective == "all_to_all":
+                    crossing = crossing_rows(group.ranks // group.ranks_per_host, self._work.top_k)
+                    phases = _crossing(phases, lambda link: 1.0 if link.startswith("nvlink") else crossing)
+                (pairs,) = self._sent_by("stores", phases)
                 seconds = self._machine.seconds(kernel, self._dtype)
                 yield Task(name, MAIN, ComputeAndSend(seconds, pairs.flows, pairs.bytes_each, self._algorithms.slices), after)
 
@@ -193,6 +197,19 @@ class _Step:
             self._last_gradients = (name,)
         yield Task(f"start of {name}", stream, Compute(self._machine.collective), after)
         yield Task(name, stream, Communicate(phases))
+
+
+def crossing_rows(hosts: int, top_k: int) -> float:
+    """Return how many rows of experts ``comm=fused`` sends to other hosts over those of ``comm=baseline``.
+
+    A token crosses once to each other host that has some of its experts, and not once for each of them. Within the host it goes
+    on to as many ranks as it would come from others.
+
+    Args:
+        hosts: That share the experts.
+        top_k: Experts of a token, evenly spread.
+    """
+    return hosts * (1 - (1 - 1 / hosts) ** top_k) / top_k
 
 
 @dataclass(frozen=True)

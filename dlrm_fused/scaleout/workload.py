@@ -52,6 +52,7 @@ class Workload:
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
         is_covered: Whether ``comm=fused`` covers all tables of the plan; the others it leaves to TorchRec's path.
         parameter_bytes: Read and written by the dense optimizer.
+        top_k: Experts of a token.
     """
 
     samples: float
@@ -67,6 +68,7 @@ class Workload:
     is_covered: bool
     parameter_bytes: float
     is_on_cpu: bool = False
+    top_k: int = 1
 
 
 def workload(
@@ -134,6 +136,7 @@ def workload(
         is_covered=ranks <= ranks_per_host or not load.sharding_types.intersection(UNCOVERED_ACROSS_HOSTS),
         parameter_bytes=4 * parameters * (3 + 2 * _STATES[config.training.dense_optimizer.kind]),
         is_on_cpu=device.type == "cpu",
+        top_k=config.model.experts.top_k,
     )
 
 

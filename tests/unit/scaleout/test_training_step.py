@@ -377,6 +377,19 @@ class TestStep:
         exchange = 15 / 16 * 1e8 / 1e11
         assert self.saved(work) - self.saved(self.ALONE) == pytest.approx(exchange * 63 / 64 + MACHINE.collective, rel=0.05)
 
+    def test_fused_experts_send_a_token_once_to_each_other_host(self) -> None:
+        """Of four experts on two hosts: 15 of 16 tokens have some on the other one, with two rows on average."""
+        network, slow = Cluster(2, 4, 1e15, 1e9, 0.0, 0.0), Exchange("all_to_all", 1e9, 8)
+        seconds = []
+        for top_k in (1, 4):
+            dense = DenseWork([Kernel("bmm", 1e6, 1e6), slow], [Kernel("mm", 1e6, 1e6)])
+            work = replace(self.WORK, dense=dense, group_ranks=8, top_k=top_k)
+            timeline = simulate(tasks_of_step(work, MACHINE, network, Algorithms(), "bf16", is_fused=True), network)
+            (sent,) = (span for span in timeline.spans if "bmm and all_to_all" in span.task.name)
+            seconds.append(sent.end - sent.start)
+        assert seconds[0] == pytest.approx(0.5, rel=0.05)
+        assert seconds[1] == pytest.approx(0.5 * (15 / 16) / 2, rel=0.05)
+
     def test_the_critical_path_fills_the_step(self) -> None:
         network = Switch(8, 1e11, 1e-6)
         timeline = simulate(tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=False), network)
