@@ -142,6 +142,9 @@ class NcclLink(Link):
         self._nccl: Any = nccl_backend(
             dist.PrefixStore(f"dlrm_fused messages {name}", store), self._rank, self._size, _NCCL_TIMEOUT
         )
+        # All ranks connect now. NCCL would have them do so at the first exchange, in which a rank may have nothing to take part
+        # in: one without tables, say, on the host that has all of them.
+        self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
         # The thread must not wait where another one waits for a key.
         self._late = dist.PrefixStore(f"dlrm_fused late {name}", own_connection(store))
         self._asking: threading.Thread | None = None

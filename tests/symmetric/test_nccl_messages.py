@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlrm_fused.symmetric import messages
 from dlrm_fused.symmetric.messages import LateRankError, NcclLink, Why
@@ -37,8 +38,18 @@ class Nccl:
     """A communicator whose messages arrive when the test says so."""
 
     def __init__(self) -> None:
+        self.is_connected = False
+        self.begun: list[tuple[list[Tensor], list[Tensor]]] = []  # what is received, and what is sent
         self.is_aborted = threading.Event()
         self.is_done = threading.Event()
+
+    def allreduce(self, _: list[Tensor]) -> Any:
+        self.is_connected = True
+        return SimpleNamespace(wait=lambda: None)
+
+    def alltoall(self, received: list[Tensor], sent: list[Tensor]) -> Any:
+        self.begun.append((received, sent))
+        return SimpleNamespace(wait=lambda: None)
 
     def abort(self) -> None:
         self.is_aborted.set()
@@ -94,6 +105,28 @@ def failure_of(link: NcclLink) -> LateRankError:
         time.sleep(0.01)
     assert link.failure is not None
     return link.failure
+
+
+def test_all_ranks_are_connected_before_the_first_exchange(links: list[NcclLink]) -> None:
+    """A rank may have nothing to send and to receive, and would keep the others waiting for a connection."""
+    assert all(link._nccl.is_connected for link in links)
+
+
+def test_an_exchange_is_one_launch_for_all_ranks(links: list[NcclLink]) -> None:
+    mine, theirs = torch.ones(3), torch.zeros(5, dtype=torch.int32)
+    links[0].exchange({2: mine}, {1: theirs}, tag=0)
+    ((received, sent),) = links[0]._nccl.begun
+    assert [slice_.numel() for slice_ in received] == [0, 5, 0]
+    assert [slice_.numel() for slice_ in sent] == [0, 0, 3]
+    assert received[1] is theirs
+    assert sent[2] is mine
+
+
+def test_nothing_to_exchange_is_no_launch(links: list[NcclLink]) -> None:
+    exchange = links[0].exchange({}, {}, tag=0)
+    exchange.finish(time.monotonic() + TIMEOUT_SECONDS)
+    assert list(exchange.arrivals(time.monotonic() + TIMEOUT_SECONDS)) == []
+    assert links[0]._nccl.begun == []
 
 
 def test_all_that_wait_name_the_rank_that_does_not(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
