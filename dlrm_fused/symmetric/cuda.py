@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from typing import cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,15 @@ P2P_VARIABLE = "NCCL_P2P_DISABLE"
 def is_p2p_off() -> bool:
     """Return whether ``NCCL_P2P_DISABLE=1`` is set: then no GPU of this rank is taken to reach another's memory."""
     return os.environ.get(P2P_VARIABLE) == "1"
+
+
+# Memory that other ranks map, as long as there is any use of it.
+_mapped: WeakSet[SymmetricMemory] = WeakSet()
+
+
+def mapped_bytes(device: torch.device) -> int:
+    """Return the bytes of this rank's symmetric memory that other ranks map: torch's allocator does not count them."""
+    return sum(memory.size for memory in _mapped if memory.local.device == device)
 
 
 class CudaGroup(SymmetricGroup):
@@ -122,7 +132,9 @@ class CudaGroup(SymmetricGroup):
         addresses = [block.data_ptr() for block in blocks.values()]
         assert addresses == list(handle.buffer_ptrs), "a block does not begin where its allocation does"
         # Views of peers' memory do not own it; the handle does.
-        return SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
+        memory = SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
+        _mapped.add(memory)
+        return memory
 
     def _check_available(self, name: str, size: int) -> None:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from dlrm_fused.config import Config, to_yaml
 from dlrm_fused.errors import TrainingError
 from dlrm_fused.records import replace_text
+from dlrm_fused.symmetric.cuda import mapped_bytes
 from dlrm_fused.training.mlperf_log import MlperfLog
 
 logger = logging.getLogger(__name__)
@@ -191,10 +192,11 @@ def write_json(path: Path, values: Mapping[str, _Value | _Table]) -> None:
 
 
 def gpu_memory_gib(device: torch.device) -> dict[str, float]:
-    """``gpu_memory_gib``: the most memory that tensors of this process have held on the GPU; empty on the CPU."""
+    """``gpu_memory_gib``: the most memory that this process has held on the GPU, for tensors and as symmetric memory; empty on
+    the CPU."""
     if device.type != "cuda":
         return {}
-    return {"gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    return {"gpu_memory_gib": (torch.cuda.max_memory_allocated(device) + mapped_bytes(device)) / 2**30}
 
 
 def _finite(values: Mapping[str, _Value | _Table]) -> dict[str, _Value | _Table]:

@@ -16,6 +16,7 @@ import triton
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.cuda import mapped_bytes
 from dlrm_fused.symmetric.device import polls_per_second, wait_until_ready
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
@@ -52,7 +53,10 @@ def write_to_all(group: SymmetricGroup) -> list[list[int]]:
     seen = []
     # Also small ones, one after the other: each has its own place.
     for size in (8, 64, 5 << 20):
+        before = torch.cuda.memory_allocated() + mapped_bytes(group.device)
         memory = group.allocate(f"{size} bytes", size)
+        assert torch.cuda.memory_allocated() + mapped_bytes(group.device) >= before + size
+        assert mapped_bytes(group.device) >= size
         assert memory.addresses.device == group.device
         assert memory.addresses.tolist() == [memory.peer(rank).data_ptr() for rank in range(group.world_size)]
         assert not memory.local.any()

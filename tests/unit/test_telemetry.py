@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm_fused.config import Config
+from dlrm_fused.training import telemetry
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib, write_json
 
 
@@ -184,6 +185,13 @@ def test_on_a_terminal_progress_is_a_bar(tmp_path, config, monkeypatch):
 
 def test_gpu_memory_is_not_reported_on_the_cpu():
     assert gpu_memory_gib(torch.device("cpu")) == {}
+
+
+def test_gpu_memory_is_that_of_tensors_and_what_other_ranks_map(monkeypatch):
+    """Torch's allocator does not count the latter, and ``comm=fused`` would seem to need less than it does."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+    monkeypatch.setattr(telemetry, "mapped_bytes", lambda _: 1 << 29)
+    assert gpu_memory_gib(torch.device("cuda", 0)) == {"gpu_memory_gib": 3.5}
 
 
 def profiled_steps(run_dir, steps, first_step, last_step):
