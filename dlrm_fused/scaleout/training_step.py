@@ -167,8 +167,9 @@ class _Step:
                 messages = 2 if exchange.collective == "all_reduce" else 1
                 each = messages * exchange.bytes / exchange.ranks
                 phases = [Phase(group.flows(Pattern.all_pairs), each)]
-                if exchange.collective == "all_to_all":
-                    crossing = crossing_rows(group.ranks // group.ranks_per_host, self._work.top_k)
+                hosts = group.ranks // group.ranks_per_host
+                if exchange.collective == "all_to_all" and hosts > 1:
+                    crossing = crossing_rows(hosts, self._work.top_k)
                     phases = _crossing(phases, lambda link: 1.0 if link.startswith("nvlink") else crossing)
                 (pairs,) = self._sent_by("stores", phases)
                 seconds = self._machine.seconds(kernel, self._dtype)
@@ -206,7 +207,7 @@ def crossing_rows(hosts: int, top_k: int) -> float:
     on to as many ranks as it would come from others.
 
     Args:
-        hosts: That share the experts.
+        hosts: That share the experts; at least 2. A switch is one host here, as NVLink's is.
         top_k: Experts of a token, evenly spread.
     """
     return hosts * (1 - (1 - 1 / hosts) ** top_k) / top_k

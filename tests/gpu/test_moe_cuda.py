@@ -287,7 +287,7 @@ def memory_is_what_was_predicted(group: SymmetricGroup) -> None:
 
 
 def between_hosts(group: SymmetricGroup, check: Callable[[SymmetricGroup], None]) -> None:
-    """The same where each rank is a host. All tokens cross, so that the host waits for nothing."""
+    """Run a check where each rank is a host. All tokens cross, so that the host waits for nothing."""
     os.environ["DLRM_FUSED_HOST"] = f"host{group.rank}"
     try:
         check(symmetric_group(dist.new_group(range(group.world_size)), group.device))

@@ -230,18 +230,20 @@ def launch_place_rows(with_lookup: bool) -> None:
 def launch_route() -> None:
     ids = torch.zeros(64, TOP_K, dtype=torch.int64)
     block = rows(), torch.zeros(2 * TILE_ROWS).int()
-    dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=2 * TILE_ROWS, block=block)
+    for elsewhere in (None, torch.zeros(2, 1 + EXPERTS).int()[:, 1:]):
+        dispatch.route(
+            ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=2 * TILE_ROWS, block=block, elsewhere=elsewhere
+        )
 
 
 def launch_crossing(dtype: torch.dtype, own_host: int, others: list[int]) -> None:
-    crossing, tokens = (
-        crossing_steps.KernelCrossing(torch.zeros(128, dtype=torch.int64), own_host, others, 1, names_elsewhere=True),
-        rows(dtype),
-    )
+    host_of_expert, tokens = torch.zeros(128, dtype=torch.int64), rows(dtype)
     experts, gates = torch.zeros(len(tokens), TOP_K, dtype=torch.int64), torch.zeros(len(tokens), TOP_K)
-    places, _ = crossing.find_places(experts)
-    packed = crossing.pack(len(tokens), places, tokens, experts, gates)
-    crossing.unpack(packed, tokens, experts, gates, len(tokens))
+    for is_named in (True, False):
+        crossing = crossing_steps.KernelCrossing(host_of_expert, own_host, others, 1, names_elsewhere=is_named)
+        places, _ = crossing.find_places(experts)
+        packed = crossing.pack(len(tokens), places, tokens, experts, gates)
+        crossing.unpack(packed, tokens, experts, gates, len(tokens))
     crossing.add(crossing.pack(len(tokens), places, tokens), places, tokens)
     crossing.add(crossing.pack(len(tokens), None, tokens, gates=gates), places, tokens, gates)
 

@@ -32,6 +32,8 @@ _MOST_BYTES_IN_VAIN = 2 * 2**20
 def all_tokens_cross(hosts: int, top_k: int, max_tokens: int, row_bytes: int) -> bool:
     """Return whether all tokens go to all other hosts, whatever their experts, so that nobody has to tell how many.
 
+    Then every call sends as many rows as one of ``max_tokens``, also with fewer tokens.
+
     Args:
         hosts: of the layer's ranks.
         top_k: experts of a token; those of evenly spread tokens count.
@@ -143,7 +145,7 @@ class HostBoundary:
         # A message that is aborted leaves zeros.
         to, from_ = _by_rank(self._counterparts, numbers[:own]), _by_rank(self._served, numbers[own + 1 :])
         self._exchange(to, from_, "numbers of tokens")
-        counts = numbers[:, 0].cpu()
+        counts = numbers[:, 0].contiguous().cpu()
         self._channel.raise_fault()
         return places, counts, numbers[own:, 1:]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import TILES_OF_PROGRAM, Groups, store_order
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
-from dlrm_fused.symmetric.launches import ceil_div, launch_again, layout_of, next_power_of_2
+from dlrm_fused.symmetric.launches import ceil_div, kinds_of, launch_again, layout_of, next_power_of_2
 
 # Slots that a program compares with each other; a chunk is as many whole tokens as fit.
 _LANES = 128
@@ -66,9 +66,9 @@ def route(
     """Routes of this rank's slots. One epoch: collective. On GPUs the host does not wait for the device.
 
     Args:
-        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1; with ``elsewhere`` also -2 - id of
-            those of other hosts, which are counted alone. Kernels take any other id for -1, and every repetition of an id in
-            a row.
+        experts: int64 [tokens, k], contiguous: ids of experts of this host's ranks, or -1. To kernels, with ``elsewhere``, also
+            -2 - id of those of other hosts, which are counted alone. They take any other id for -1, and every repetition of an
+            id in a row.
         window: int32 [ranks, count] on each rank, for the counts of all ranks.
         count: experts of all ranks.
         tile_rows: rows of a tile.
@@ -100,7 +100,7 @@ def route(
     # Counts of chunks become sums over the chunks before, and all ranks are told the totals; then as in `place_experts`.
     at_a_time = min(_SCAN_EXPERTS, next_power_of_2(count))
     channel.launches(
-        (count, elsewhere is None), exchange_counts_kernel, (ceil_div(count, at_a_time),),
+        (count, kinds_of(elsewhere)), exchange_counts_kernel, (ceil_div(count, at_a_time),),
         starts, starts if elsewhere is None else elsewhere, chunks, 0 if elsewhere is None else len(elsewhere), count,
         memory.addresses, channel.args, fingerprint, CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
     )  # fmt: skip
@@ -289,8 +289,7 @@ def _route_by_host(
 ) -> RoutesToExperts:
     memory, channel, _, fingerprint = window
     group, slots = channel.group, experts.flatten()
-    ids = slots if elsewhere is None else torch.where(slots < -1, -2 - slots, slots)
-    own, positions = count_slots(ids, count)
+    own, positions = count_slots(slots, count)
     if elsewhere is not None:
         own = own + elsewhere.sum(0)
 
@@ -301,7 +300,7 @@ def _route_by_host(
     counts = counts_at(group.rank)
     first_rows, groups = place_experts(counts, group.rank, tile_rows)
     receivers = slots // (count // group.world_size)
-    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[group.rank][ids] + positions, -1)
+    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[group.rank][slots] + positions, -1)
     return RoutesToExperts(targets.int(), groups, counts.sum(0))
 
 

@@ -98,7 +98,7 @@ def test_between_hosts_the_kernels_are_the_dense_computation(hosts: tuple[int, .
 
 
 def test_all_tokens_cross_where_few_do_so_in_vain() -> None:
-    """Of two hosts, a fourth of the tokens have both of their experts on their own."""
+    """On two hosts a fourth of the tokens have both of their experts on their own."""
     assert all_tokens_cross(hosts=2, top_k=2, max_tokens=4096, row_bytes=2048)
     assert not all_tokens_cross(hosts=2, top_k=2, max_tokens=4096, row_bytes=2064)
     assert all_tokens_cross(hosts=2, top_k=8, max_tokens=65536, row_bytes=4096)

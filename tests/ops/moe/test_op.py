@@ -96,6 +96,10 @@ def test_opcheck(activation: str, dtype: torch.dtype) -> None:
     run_ranks(2, opcheck, activation, dtype)
 
 
+def test_opcheck_between_hosts() -> None:
+    run_ranks(2, on_hosts, (0, 1), opcheck, "silu", torch.float32)
+
+
 def graphs_for_numbers_of_tokens() -> int:
     """How many graphs a compiler makes for calls with 3 to 6 tokens, when it is told that the number changes."""
     with cpu_group() as group:

@@ -26,7 +26,7 @@ from dlrm_fused.scaleout.machine import Machine, read
 from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import Timeline, simulate
 from dlrm_fused.scaleout.sweep import slowest_rank
-from dlrm_fused.scaleout.topologies import Cluster, Switch
+from dlrm_fused.scaleout.topologies import Cluster, Switch, Topology
 from dlrm_fused.scaleout.training_step import LOOKUP, LOOKUP_AND_POOLED, POOLED, Algorithms, SendingKernel, fused, tasks_of_step
 from dlrm_fused.scaleout.workload import Workload, workload
 
@@ -378,17 +378,24 @@ class TestStep:
         assert self.saved(work) - self.saved(self.ALONE) == pytest.approx(exchange * 63 / 64 + MACHINE.collective, rel=0.05)
 
     def test_fused_experts_send_a_token_once_to_each_other_host(self) -> None:
-        """Of four experts on two hosts: 15 of 16 tokens have some on the other one, with two rows on average."""
-        network, slow = Cluster(2, 4, 1e15, 1e9, 0.0, 0.0), Exchange("all_to_all", 1e9, 8)
+        """With four experts on two hosts 15 of 16 tokens have some on the other one, and two rows on average."""
+        seconds = self.seconds_of_experts_rows(Cluster(2, 4, 1e15, 1e9, 0.0, 0.0), 1, 4)
+        assert seconds == [pytest.approx(0.5, rel=0.05), pytest.approx(0.5 * (15 / 16) / 2, rel=0.05)]
+
+    @pytest.mark.parametrize("network", [Cluster(1, 8, 1e9, 1e9, 0.0, 0.0), Switch(8, 1e9, 0.0)])
+    def test_within_a_host_fused_experts_send_a_token_to_each_of_its_experts(self, network: Topology) -> None:
+        assert self.seconds_of_experts_rows(network, 1, 4) == [pytest.approx(7 / 8, rel=0.05)] * 2
+
+    def seconds_of_experts_rows(self, network: Topology, *numbers: int) -> list[float]:
+        """Return the seconds in which 1 GB of rows of a rank's tokens travel, by so many experts of a token."""
         seconds = []
-        for top_k in (1, 4):
-            dense = DenseWork([Kernel("bmm", 1e6, 1e6), slow], [Kernel("mm", 1e6, 1e6)])
+        for top_k in numbers:
+            dense = DenseWork([Kernel("bmm", 1e6, 1e6), Exchange("all_to_all", 1e9, 8)], [Kernel("mm", 1e6, 1e6)])
             work = replace(self.WORK, dense=dense, group_ranks=8, top_k=top_k)
             timeline = simulate(tasks_of_step(work, MACHINE, network, Algorithms(), "bf16", is_fused=True), network)
             (sent,) = (span for span in timeline.spans if "bmm and all_to_all" in span.task.name)
             seconds.append(sent.end - sent.start)
-        assert seconds[0] == pytest.approx(0.5, rel=0.05)
-        assert seconds[1] == pytest.approx(0.5 * (15 / 16) / 2, rel=0.05)
+        return seconds
 
     def test_the_critical_path_fills_the_step(self) -> None:
         network = Switch(8, 1e11, 1e-6)
