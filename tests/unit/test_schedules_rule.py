@@ -1,10 +1,9 @@
-"""The rule that chooses schedules: its estimates, what it takes, how it explains itself; how it fares with measured calls."""
+"""The rule that chooses schedules: its estimates, what it takes; how it fares with measured calls."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,11 +17,9 @@ from dlrm_fused.ops.common.gpus import GPUS, INTERPRETER
 from dlrm_fused.ops.gemv_all_reduce.schedule import OF_MANY_ROWS as OF_MANY
 from dlrm_fused.ops.gemv_all_reduce.schedule import by_rule
 from dlrm_fused.ops.schedules import SCHEDULES, Lane, Mover, Pair
-from dlrm_fused.ops.schedules.__main__ import main
 from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, estimate
-from dlrm_fused.ops.schedules.machines import H100, H200, MACHINES, machine_of
-from dlrm_fused.ops.schedules.rule import _HOST_STEP_US, SPACE, choose, copies, estimates, explain, schedule_of, space_of
-from dlrm_fused.ops.schedules.timeline import draw, table
+from dlrm_fused.ops.schedules.machines import H100, H200, machine_of
+from dlrm_fused.ops.schedules.rule import _HOST_STEP_US, SPACE, choose, copies, estimates, schedule_of, space_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/schedules"
 FILES = [
@@ -91,14 +88,8 @@ def test_few_rows_are_not_summed_beside_their_product() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.pair}-{size.ranks}")
-def test_it_explains_itself_and_is_drawn(size: Size) -> None:
-    lines = explain(size, H200).splitlines()
-    assert lines[-1] == f"  taken: {choose(size, H200)}"
-    assert sum(line.endswith(" us") for line in lines[-1 - len(space_of(size)) : -1]) == len(space_of(size))
+def test_tasks_lie_within_the_call(size: Size) -> None:
     for timeline in estimates(size, H200).values():
-        picture = ElementTree.fromstring(draw(timeline))
-        titles = picture.findall(".//{http://www.w3.org/2000/svg}title")
-        assert len(titles) == len(timeline.spans) == len(table(timeline).splitlines())
         assert all(0 <= span.begin <= span.end <= timeline.microseconds + 1e-6 for span in timeline.spans)
 
 
@@ -113,24 +104,15 @@ def test_a_lane_does_one_thing_at_a_time(name: str) -> None:
 def test_machines() -> None:
     assert machine_of(INTERPRETER) is H100
     assert machine_of(GPUS["NVIDIA H200"]) is H200
-    b200, card = MACHINES["NVIDIA B200"], MACHINES["NVIDIA H100 PCIe"]
+    b200, card = machine_of(GPUS["NVIDIA B200"]), machine_of(GPUS["NVIDIA H100 PCIe"])
     assert b200.teraflops == pytest.approx(2250 / 989 * H100.teraflops)
     assert b200.peer_copies == 2 * H100.peer_copies
     assert card.peer_stores == pytest.approx(64 / 450 * H100.peer_stores)  # nobody knows of a bridge
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    call = ["--pair", "all_gather_gemm", "--rows", "16384", "--columns", "1280", "--depth", "8192"]
-    assert main([*call, "--ranks", "2", "--schedule", "chunks_4", "--draw", str(tmp_path / "timeline.svg")]) == 0
-    assert "taken: " in capsys.readouterr().out
-    assert ElementTree.parse(tmp_path / "timeline.svg").getroot().tag.endswith("svg")
-    for wrong, message in {
-        ("--ranks", "1"): "--ranks=1: needed: at least 1, of ranks at least 2",
-        ("--ranks", "2", "--schedule", "sums_beside"): "--schedule=sums_beside: all_gather_gemm: schedule sums_beside adds up",
-    }.items():
-        with pytest.raises(SystemExit):
-            main([*call, *wrong])
-        assert message in capsys.readouterr().err
+def test_a_schedule_of_another_pair_is_an_error() -> None:
+    with pytest.raises(ValueError, match="all_gather_gemm: schedule sums_beside adds up"):
+        estimate(GATHER, SCHEDULES["sums_beside"], H100)
 
 
 Calls = dict[Size, dict[str, float]]

@@ -4,8 +4,7 @@ A pair is a product or a lookup, and a collective before or after it (:class:`~d
 :class:`~dlrm_fused.ops.schedules.schedule.Schedule` says what is cut, who moves it and what waits for what; it is data.
 :mod:`~dlrm_fused.ops.schedules.plan` makes the tasks of one call from it, which
 :mod:`~dlrm_fused.ops.schedules.executor` runs on a rank and :mod:`~dlrm_fused.ops.schedules.estimate` times on paper;
-:mod:`~dlrm_fused.ops.schedules.rule` takes the schedule whose estimate is shortest, and
-:mod:`~dlrm_fused.ops.schedules.timeline` draws it.
+:mod:`~dlrm_fused.ops.schedules.rule` takes the schedule whose estimate is shortest.
 
 Source of the space of schedules: *FiCCO*, arXiv 2512.10236, and Punniyamurthy et al., arXiv 2305.06942.
 """

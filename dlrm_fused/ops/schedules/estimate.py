@@ -71,11 +71,6 @@ class Size:
         """Bytes of the three matrices: MK + NK + MN elements."""
         return self.bytes_of_rows(self.rows)
 
-    @property
-    def operations_per_byte(self) -> float:
-        """The arithmetic intensity of the computation."""
-        return self.operations / self.memory_bytes
-
     def bytes_of_rows(self, rows: int) -> int:
         """Return the bytes that so many rows of the computation read and write."""
         return (rows * self.depth + self.columns * self.depth + rows * self.columns) * self.element_bytes

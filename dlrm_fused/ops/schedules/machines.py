@@ -93,7 +93,3 @@ def machine_of(gpu: Gpu) -> Machine:
         peer_stores=H100.peer_stores * links,
         multiprocessors=gpu.multiprocessors,
     )
-
-
-# By name, those of which there is a data sheet.
-MACHINES = {name: machine_of(gpu) for name, gpu in gpus.GPUS.items()}

@@ -76,17 +76,3 @@ def estimates(size: Size, machine: Machine) -> dict[str, Timeline]:
 def choose(size: Size, machine: Machine) -> str:
     """Return the name of the schedule whose estimate is shortest."""
     return next(iter(estimates(size, machine)))
-
-
-def explain(size: Size, machine: Machine) -> str:
-    """Return the reasons for the choice, for people: sizes, bounds, and all estimates."""
-    found = estimates(size, machine)
-    compute_us = max(size.operations / machine.teraflops / 1e6, size.memory_bytes / machine.memory / 1e3)
-    link_us = size.link_bytes / machine.peer_copies / 1e3
-    lines = [
-        f"{size.pair}: M {size.rows}, N {size.columns}, K {size.depth} on each of {size.ranks} ranks, {machine.name}",
-        f"  {size.operations_per_byte:.0f} operations a byte; computing alone {compute_us:.1f} us, the links {link_us:.1f} us",
-        f"  products take {machine.contention:.2f} times as long while copies run beside them",
-    ]
-    lines += [f"  {name:<12} {timeline.microseconds:9.1f} us" for name, timeline in found.items()]
-    return "\n".join([*lines, f"  taken: {next(iter(found))}"])
