@@ -107,6 +107,8 @@ def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
         footer, schema = _read_footer(path)
         if footer.num_rows == 0:
             raise DataError(f"{path}: holds no rows; remove it")
+        if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+            raise DataError(f"{path}: several columns are named {twice[0]}; rename them")
         first = schema if first is None else first
         check_same_columns(schema, str(path), first, str(paths[0]))
         numbers = range(footer.num_row_groups)
@@ -164,8 +166,6 @@ def schema_of(
     dense, sparse, jagged = [], [], set()
     for field in columns:
         kind = field.type
-        if columns.names.count(field.name) > 1:
-            raise DataError(f"{path}: several columns are named {field.name}; rename them")
         if field.name == named.time:
             if not _is_time(kind):
                 raise DataError(f"{path}: column {field.name} is {kind}, allowed: timestamps or dates; {_REMEDY}")

@@ -20,13 +20,13 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class TableFormat:
-    """The format of files; the first five settings are for text files only.
+    """The format of files; the first five settings are for text files, but for ``trim`` in the columns of others.
 
     Attributes:
         delimiter: between the fields of a line; empty: a tab in .tsv and .inter files, otherwise a comma.
         quote: encloses fields; empty: nothing does.
         escape: takes the meaning from the character after it; empty: nothing does, and quotes are doubled.
-        trim: whether blanks around names and fields are left out.
+        trim: whether blanks around names and fields are left out, in other files around names and texts.
         column_names: of files without a header; empty: the first line is the header.
         renamed: new names of columns, by their names in the files.
         time: of the column of times: a unit of ``UNITS`` since 1970, or a format as ``datetime.strptime`` takes it. Empty:

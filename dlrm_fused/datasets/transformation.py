@@ -156,12 +156,14 @@ class IdEncoding:
     Attributes:
         rows: ids are in [0, rows).
         nulls: values that are missing ones.
+        trims: whether blanks around a text are left out, as they were in the files.
     """
 
     column: SparseColumn
     rows: int
     vocabulary: Vocabulary | None = None
     nulls: NullMarkers = NONE
+    trims: bool = False
 
     def of_keys(self, keys: Int) -> NDArray[np.int32]:
         """Return the ids of values with these keys ([n]): [n]."""
@@ -176,7 +178,25 @@ class IdEncoding:
         Raises:
             ValueError: if the column cannot hold it.
         """
+        if not self.column.is_list:
+            value = self.trimmed(value)
         return (whole_of if self.column.values is Values.integer else text_of)(value, self.nulls)
+
+    def trimmed(self, value: object) -> object:
+        """Return a field without the blanks around it, if they are to be left out; other values as they are."""
+        if not self.trims or not isinstance(value, str | bytes):
+            return value
+        return (value.decode() if isinstance(value, bytes) else value).strip()
+
+    def key_of(self, value: int | str | None) -> int:
+        """Return the key of a value, as :meth:`read` returns it; 0 for a missing one."""
+        if value is None:
+            return 0
+        if isinstance(value, int):
+            bits = np.array([value & (2**64 - 1)], np.uint64).view(np.int64)
+            return int(integer_keys(bits, np.array([value >= 2**63]))[0])
+        text = np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
+        return int(text_keys(text, np.array([0, len(text)]))[0])
 
     def of_values(self, values: Sequence[object]) -> NDArray[np.int32]:
         """Return the ids of n values, None or an empty text for a missing one: [n].
@@ -396,13 +416,14 @@ class Transformation:
                     f"{path}: format version {version}, this release reads 1 to {FORMAT_VERSION}; prepare the set again"
                 )
             history, nulls = content["history"], NullMarkers(tuple(content.get("null_values", ())))
+            table_format = TableFormat.of(content.get("table_format", {}))
             return Transformation(
                 (content["label"],) if "label" in content else tuple(content["labels"]),
                 tuple(_dense_transform(feature) for feature in content["dense"]),
-                tuple(_encoding(folder, feature, nulls) for feature in content["sparse"]),
+                tuple(_encoding(folder, feature, nulls, table_format.trim) for feature in content["sparse"]),
                 HistoryColumns(**{**history, "items": tuple(history["items"])}) if history else None,
                 content.get("sample_weight", ""),
-                table_format=TableFormat.of(content.get("table_format", {})),
+                table_format=table_format,
                 nulls=nulls,
                 digest=content.get("digest", ""),
             )
@@ -447,13 +468,13 @@ def _dense_transform(content: dict[str, Any]) -> DenseTransform:
     return feature
 
 
-def _encoding(folder: Path, content: dict[str, Any], nulls: NullMarkers) -> IdEncoding:
+def _encoding(folder: Path, content: dict[str, Any], nulls: NullMarkers, trims: bool) -> IdEncoding:
     column = SparseColumn(content["name"], Values[content["values"]], content["is_list"], content["separator"])
     rows = int(content["rows"])
     if content["hashed"]:
         if rows <= FIRST_HASHED:
             raise ValueError(f"{column.name} is hashed into {rows} rows")
-        return IdEncoding(column, rows, None, nulls)
+        return IdEncoding(column, rows, None, nulls, trims)
 
     stem = file_stem(column.name)
 
@@ -470,7 +491,7 @@ def _encoding(folder: Path, content: dict[str, Any], nulls: NullMarkers) -> IdEn
         raise ValueError(f"{column.name} has {len(vocabulary.keys)} keys for {rows} rows")
     for part, cause in _faults(vocabulary):
         raise DataError(f"{folder / stem}.{part}.npy: {cause}; prepare the set again")
-    return IdEncoding(column, rows, vocabulary, nulls)
+    return IdEncoding(column, rows, vocabulary, nulls, trims)
 
 
 def _faults(vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:

@@ -141,6 +141,26 @@ def test_histories_are_encoded_as_in_training(history_run: Path, history_model: 
     assert history_model.predict(rows).tolist() == predictions.tolist()
 
 
+def test_past_rows_of_equal_times_may_come_in_any_order(tmp_path: Path) -> None:
+    """Their order is that of the set, which depends on items alone; of one item and time it is that of the table."""
+
+    def with_ties(rows: int, seed: int) -> pa.Table:
+        times = pa.array([time - time % 2000 for time in table(rows, seed)["time"].to_pylist()])
+        return table(rows, seed).set_column(6, "time", times)
+
+    run = run_of(tmp_path, *HISTORY, rows=with_ties(600, seed=1))
+    export(run, tmp_path / "model")
+    model, new = load(tmp_path / "model"), with_ties(300, seed=3)
+    rows = with_histories(new)
+    assert any(len({past["time"] for past in row["history"][-4:]}) < len(row["history"][-4:]) for row in rows)
+    wanted = expected(run, new, tmp_path)
+    np.testing.assert_allclose(model.predict(rows), wanted, rtol=0, atol=1e-6)
+    for row in rows:
+        row["history"].sort(key=lambda past: str(past["color"]))
+        row["history"].sort(key=lambda past: past["time"])
+    np.testing.assert_allclose(model.predict(rows), wanted, rtol=0, atol=1e-6)
+
+
 def test_hstu_reads_the_times_of_rows_of_the_table(history_run: Path, tmp_path: Path) -> None:
     (tmp_path / "set").symlink_to(history_run.parent / "set")
     run = train(tmp_path, "model.kind=hstu", "model.d_model=16", "model.layers=1")

@@ -276,21 +276,20 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
     """Return the rows of a table as dicts; return anything that :meth:`Model.predict` does not take as a table as it is.
 
     Raises:
-        InputError: if columns differ in their length.
+        InputError: if columns differ in their length, two have one name, or one is no column.
     """
     if hasattr(table, "to_dicts"):  # polars
         return table.to_dicts()
+    if hasattr(table, "collect_schema"):
+        raise InputError("a LazyFrame; allowed: what its collect() returns")
     if hasattr(table, "to_pylist"):  # Arrow; without pandas it has no Python values of nanoseconds
-        columns = {
-            name: (
-                column.cast("timestamp[us]", safe=False) if str(column.type).startswith("timestamp[ns") else column
-            ).to_pylist()
-            for name, column in zip(table.schema.names, table.columns, strict=True)
-        }
+        _check_names_of(table.schema.names)
+        columns = {name: _values_of(column) for name, column in zip(table.schema.names, table.columns, strict=True)}
     elif hasattr(table, "to_dict"):  # pandas
+        _check_names_of(list(table.columns))
         columns = {name: table[name].tolist() for name in table.columns}
     elif isinstance(table, Mapping):
-        columns = {name: _listed(column) for name, column in table.items()}
+        columns = {name: _listed(name, column) for name, column in table.items()}
     else:
         return table  # type: ignore[no-any-return]
     lengths = {name: len(column) for name, column in columns.items()}
@@ -299,9 +298,24 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _listed(column: Any) -> list[Any]:
+def _check_names_of(columns: Sequence[Any]) -> None:
+    for name in columns:
+        if columns.count(name) > 1:
+            raise InputError(f"two columns are named {name}; allowed: one of each name")
+
+
+def _values_of(column: Any) -> list[Any]:
+    """Return the values of an Arrow column, which without pandas has no Python values of nanoseconds."""
+    return (column.cast("timestamp[us]", safe=False) if str(column.type).startswith("timestamp[ns") else column).to_pylist()
+
+
+def _listed(name: Any, column: Any) -> list[Any]:
+    if hasattr(column, "to_pylist"):
+        return _values_of(column)
     if isinstance(column, np.ndarray) and column.dtype.kind == "M":
         return column.astype("datetime64[us]").tolist()  # a list of nanoseconds would have no times of Python
+    if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
+        raise InputError(f"column {name}: {_shown(column)}; allowed: arrays or lists; a single row stands in a list: [row]")
     return list(column)
 
 
@@ -326,7 +340,7 @@ class Values:
         """Return the values of a row of a list feature; None if it is no list."""
         if self.encoding is not None:
             if self.encoding.column.separator and isinstance(value, str | bytes):
-                text = value.decode() if isinstance(value, bytes) else value
+                text = str(self.encoding.trimmed(value.decode() if isinstance(value, bytes) else value))
                 return [None] if text in self.encoding.nulls.texts else list(text.split(self.encoding.column.separator))
             if value is None:
                 return [None]
@@ -443,7 +457,14 @@ class Rows:
         check_names(history, self._names_of_past, wheres)
         seconds = [] if self.time is None else self._seconds(self.time, history, row, [*wheres, where])
         last = slice(-self.history_length - 1, None)
-        return self._token_values([*history, row], seconds)[last], seconds[last]
+        in_order = self._in_order(history, seconds[:-1], wheres)
+        return self._token_values([*in_order, row], seconds)[last], seconds[last]
+
+    def _in_order(
+        self, history: list[Mapping[str, Any]], seconds: Sequence[int], wheres: Sequence[str]
+    ) -> list[Mapping[str, Any]]:
+        """Return past interactions with those of equal times in the order in which the model was trained on them."""
+        return history
 
     def _token_values(self, interactions: list[Mapping[str, Any]], seconds: Sequence[int]) -> list[Mapping[str, Any]]:
         return interactions
@@ -455,7 +476,7 @@ class Rows:
         seconds = [_value(time, time.name, each[time.name], at) for each, at in zip([*history, row], wheres, strict=True)]
         for at, (before, after) in enumerate(pairwise(seconds)):
             if before > after or (at == len(history) - 1 and before == after):
-                allowed = f"times in ascending order, before the row's own, {row[time.name]!r}"
+                allowed = f"times in ascending order, before the row's own, {row[time.name]!r}, in whole seconds"
                 _refuse(wheres[at], time.name, history[at][time.name], allowed)
         return seconds
 
@@ -565,6 +586,17 @@ class TableRows(Rows):
         numbers = [Number(feature.name, read, "numbers, or null", feature.apply) for feature in made_by.dense]
         of_columns = {name: categories(name, name) for name in encodings}
         super().__init__(info, numbers, of_columns, tokens, [], [self.label, *self.items], time)
+
+    def _in_order(
+        self, history: list[Mapping[str, Any]], seconds: Sequence[int], wheres: Sequence[str]
+    ) -> list[Mapping[str, Any]]:
+        name = token_name(self.items[0]) if self.items else ""
+        values = self.tokens.get(name)
+        if values is None or values.encoding is None or len(set(seconds)) == len(seconds):
+            return history
+        read = [_value(values, name, each[self.items[0]], where) for each, where in zip(history, wheres, strict=True)]
+        keys = [values.encoding.key_of(value) for value in read]
+        return [history[at] for at in sorted(range(len(history)), key=lambda at: (seconds[at], keys[at]))]
 
     def _token_values(self, interactions: list[Mapping[str, Any]], seconds: Sequence[int]) -> list[Mapping[str, Any]]:
         return [self._token(each, gap) for each, gap in zip(interactions, _gaps(seconds), strict=True)]

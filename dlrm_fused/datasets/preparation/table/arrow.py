@@ -39,6 +39,17 @@ def trimmed(array: pa.Array) -> pa.Array:
     return null_where(pc.equal(texts, ""), texts)
 
 
+def whole_numbers(array: pa.Array) -> pa.Array:
+    """Return numbers, or texts of digits, as int64. Arrow would read hexadecimal ones, too, and large ones as negative numbers.
+
+    Raises:
+        pa.ArrowInvalid: if a value is none, or beyond int64.
+    """
+    if is_text(array.type) and pc.any(pc.match_substring_regex(array, "[xX]")).as_py():
+        raise pa.ArrowInvalid("not a number of decimal digits")
+    return pc.cast(array, pa.int64())
+
+
 def without_nan(array: pa.Array) -> pa.Array:
     """Null in place of NaN: whole numbers with missing ones are floats, as pandas writes them."""
     return null_where(pc.is_nan(array), array) if pa.types.is_floating(array.type) else array

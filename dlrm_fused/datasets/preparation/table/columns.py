@@ -20,6 +20,7 @@ from dlrm_fused.datasets.preparation.table.arrow import (
     null_where,
     shown,
     trimmed,
+    whole_numbers,
     without_nan,
 )
 from dlrm_fused.datasets.preparation.table.files import Block
@@ -204,7 +205,7 @@ def _float(array: pa.Array) -> pa.Array:
 
 def _whole(array: pa.Array) -> pa.Array:
     try:
-        return pc.cast(array, pa.int64())
+        return whole_numbers(array)
     except pa.ArrowInvalid:
         if pa.types.is_floating(array.type):  # beyond int64, one tells no whole number from the next ones
             raise

@@ -47,13 +47,20 @@ def describe(
 
 
 def suspects(survey: Survey) -> list[str]:
-    """Return a line for each value that may stand for a missing one but has an id, or has a quote that was not read."""
+    """Return a line for each value that may stand for a missing one but has an id, or has a quote that was not read; and for
+    each column whose values others may spell otherwise."""
     escaped = [
         f"warning: --sparse {name}: {value[:60]!r} has a backslash before a quote; if the files escape quotes so, give "
         "--escape '\\'"
         for name, value in sorted(survey.escaped.items())
     ]
-    return escaped + [
+    spelled = [
+        f"warning: --sparse {name}: all values are spelled like {value!r}; as a number or truth of Parquet or JSON each would "
+        "be another text, such as '7' or 'true', and unseen: send texts, or write whole numbers and true or false"
+        for name, value in sorted(survey.spelled.items())
+        if value
+    ]
+    return [*escaped, *spelled] + [
         f"warning: --sparse {name}: {value!r} is a value like others, {count:,} times in training rows; if it stands for a "
         f"missing one, add it to {NULL_VALUES}"
         for (name, value), count in sorted(survey.suspects.items())

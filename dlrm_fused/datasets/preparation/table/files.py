@@ -138,13 +138,13 @@ def open_file(path: Path, table_format: TableFormat = PLAIN) -> TableFile:
     suffix = _suffix(path, table_format)
     if suffix is None:
         raise DataError(f"--input {path}: unknown format; the name must end with {ALLOWED}; or give --delimiter, if it is text")
-    if path.stat().st_size == 0:
-        raise DataError(f"--input {path}: the file is empty; leave it out, or write it again")
-    if suffix in PARQUET + IPC:
-        table_format = TableFormat(renamed=table_format.renamed)
-    else:
-        check_encoding(path, table_format)
+    is_text = suffix not in PARQUET + IPC
+    table_format = table_format if is_text else TableFormat(trim=table_format.trim, renamed=table_format.renamed)
     with _reported(path, table_format):
+        if path.stat().st_size == 0:
+            raise DataError(f"--input {path}: the file is empty; leave it out, or write it again")
+        if is_text:
+            check_encoding(path, table_format)
         schema = _read_schema(path, suffix, table_format)
     in_file = schema.names
     names = [_new_name(name, table_format) for name in in_file]
@@ -153,8 +153,8 @@ def open_file(path: Path, table_format: TableFormat = PLAIN) -> TableFile:
     schema = pa.schema([*fields, *(pa.field(name, pa.string()) for name in partitions)])
     twice = [name for name in schema.names if schema.names.count(name) > 1]
     if twice:
-        remedy = "name the columns with --column-names" if suffix not in PARQUET + IPC and twice[0].isdigit() else "rename one"
-        raise DataError(f"--input {path}: two columns are named {twice[0]}; {remedy}")
+        remedy = "name the columns with --column-names" if is_text and twice[0].isdigit() else "rename one"
+        raise DataError(f"--input {path}: two columns are named {twice[0] or repr('')}; {remedy}")
     return TableFile(path, suffix, schema, dict(zip(names, in_file, strict=True)), table_format, partitions)
 
 
@@ -273,7 +273,7 @@ def _converted(array: pa.Array, column: str, file: TableFile) -> pa.Array:
                 f"--input {file.path}: column {column} holds bytes that are not text in UTF-8; write them as text, or leave "
                 "the column out"
             ) from None
-    return trimmed(array) if file.is_text and file.table_format.trim else array
+    return trimmed(array) if file.table_format.trim else array
 
 
 def _open_ipc(source: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:

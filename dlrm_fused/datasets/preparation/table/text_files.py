@@ -17,6 +17,8 @@ BLOCK_BYTES = 2**24
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TABBED = (".tsv", ".inter")
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+# Marks with which other files begin, and their suffixes.
+_MARKS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
 
 def open_csv(path: Path, suffix: str, table_format: TableFormat, columns: Sequence[str]) -> pa.csv.CSVStreamingReader:
@@ -59,13 +61,17 @@ def delimiter_of(suffix: str, table_format: TableFormat) -> str:
 def check_encoding(path: Path, table_format: TableFormat) -> None:
     """
     Raises:
-        DataError: if the file says that it is UTF-16, and ``--encoding`` does not.
+        DataError: if the file says that it is UTF-16, and ``--encoding`` does not; or that it is no text.
     """
     if codecs.lookup(table_format.encoding).name.startswith(("utf-16", "utf-32")):
         return
     with _decompressed(path) as source:
-        if source.read(2) in _UTF_16_MARKS:
-            raise DataError(f"--input {path}: begins with the mark of UTF-16; give --encoding utf-16")
+        first = source.read(4)
+    if first[:2] in _UTF_16_MARKS:
+        raise DataError(f"--input {path}: begins with the mark of UTF-16; give --encoding utf-16")
+    for mark, suffix in _MARKS.items():
+        if first.startswith(mark):
+            raise DataError(f"--input {path}: is no text but what {suffix} files hold; end its name with {suffix}")
 
 
 def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None:
@@ -103,6 +109,8 @@ def explained(error: Exception, table_format: TableFormat) -> str:
         )
     if "Row #1: Expected" in reason and table_format.column_names:
         return f"its first line has not the {len(table_format.column_names)} columns that --column-names names; name each"
+    if any(cause in reason for cause in ("incorrect header check", "unknown compression method", "Unknown frame descriptor")):
+        return "is not compressed, or not as its name says; take .gz or .zst off its name, or write it again"
     if "Expected 1 columns" in reason:
         return "its first line has one column only, others have more; give --delimiter, or mend the file"
     return ""

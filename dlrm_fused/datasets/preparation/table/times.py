@@ -8,7 +8,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dlrm_fused.datasets.preparation.table.arrow import decoded, first_failing, is_text, null_where, trimmed, without_nan
+from dlrm_fused.datasets.preparation.table.arrow import (
+    decoded,
+    first_failing,
+    is_text,
+    null_where,
+    trimmed,
+    whole_numbers,
+    without_nan,
+)
 from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.table_format import UNITS, fewest_digits, parse_time
 from dlrm_fused.datasets.transformation import Int
@@ -63,6 +71,7 @@ class TimeSurvey:
     def __init__(self, name: str, option: str, time_format: str) -> None:
         self._name, self._option, self._time_format = name, option, time_format
         self._example: Block | None = None
+        self._numbers: Block | None = None  # the first with numbers; other files may have ISO 8601
         self._dates: tuple[str, ...] = () if time_format else _DATES  # formats that all numbers so far fit
         self._first, self._last = _FARTHEST, -_FARTHEST
 
@@ -70,9 +79,10 @@ class TimeSurvey:
         """Return the times of the rows that come next: [n], microseconds since 1970."""
         times = read_times(block, self._name, self._option, self._time_format)
         self._example = self._example or block
-        if self._dates:
-            numbers = _numbers(decoded(block.columns[self._name]))
-            self._dates = tuple(date for date in self._dates if numbers is not None and _fits(numbers, date))
+        numbers = _numbers(decoded(block.columns[self._name])) if self._dates else None
+        if numbers is not None:
+            self._numbers = self._numbers or block
+            self._dates = tuple(date for date in self._dates if _fits(numbers, date))
         self._first, self._last = min(self._first, int(times.min())), max(self._last, int(times.max()))
         return times
 
@@ -83,13 +93,14 @@ class TimeSurvey:
             DataError: if all are numbers that look like dates, such as 20240531.
         """
         assert self._example is not None  # there are rows: without any, reading has failed before
-        if self._dates:
-            self._example.refuse(
+        if self._numbers is not None and self._dates:
+            looks = "the whole column looks" if self._numbers is self._example else "all numbers of the column look"
+            self._numbers.refuse(
                 self._name,
                 self._option,
                 0,
-                "seconds since 1970; the whole column looks like dates: give "
-                f"--time-format '{self._dates[0]}', or --time-format s if they are seconds",
+                f"seconds since 1970; {looks} like dates: give --time-format '{self._dates[0]}', or --time-format s if they "
+                "are seconds",
             )
         first, last = (np.datetime64(microseconds, "us").item() for microseconds in (self._first, self._last))
         return f"{first.isoformat()} to {last.isoformat()} UTC, read as {self._read_as(self._example)}"
@@ -138,10 +149,10 @@ def _numbers(array: pa.Array) -> pa.Array | None:
         return None
     values = without_nan(trimmed(array))
     example = values.drop_null()[:1]  # asked first, since casting many texts that are no numbers is slow
-    for data_type, safe in ((pa.int64(), True), (pa.float64(), False)):
+    for read in (whole_numbers, lambda numbers: pc.cast(numbers, pa.float64(), safe=False)):
         try:
-            pc.cast(example, data_type, safe=safe)
-            return pc.cast(values, data_type, safe=safe)
+            read(example)
+            return read(values)
         except pa.ArrowInvalid:
             continue
     return None
