@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli, value_counts
 from dlrm_fused.datasets.preparation.table import files, splits
 from dlrm_fused.datasets.preparation.table.learning import quantiles
@@ -319,6 +320,12 @@ def test_describing_a_table_prints_findings_and_a_config_and_writes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.parquet"]
     assert cli.main([*arguments, "--hash-buckets", "user=30"]) == 0
     assert config.strip() == (tmp_path / "mine/config.yaml").read_text().strip()
+
+
+@pytest.mark.parametrize("name", ["null", "20240531", "1e5", "true", "mine"])
+def test_the_proposed_run_has_the_name_of_the_set_whatever_yaml_takes_it_for(tmp_path: Path, source: Path, name: str) -> None:
+    assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / name), *COLUMNS]) == 0
+    assert load_config(tmp_path / name / "config.yaml", []).name == name
 
 
 def test_describing_a_table_that_cannot_be_prepared_tells_why(

@@ -261,7 +261,7 @@ VALUES = {
     ),
     "a label of text": Wrong(
         text("t.csv", lines(GOOD, GOOD.replace("1,", "yes,", 1))),
-        "--label clicked: 'yes' in t.csv, row 2; allowed: numbers, empty where missing",
+        "--label clicked: 'yes' in t.csv, row 2; allowed: 0 and 1; derive such a column, or leave the row out",
         CSV,
     ),
     "labels all the same": Wrong(

@@ -155,8 +155,11 @@ def _numbers(block: Block, name: str, option: str, nulls: NullMarkers = NONE) ->
         numbers = _parsed(array, nulls, _float)
     except pa.ArrowInvalid:
         at = first_failing(array, lambda part: _parsed(part, nulls, _float))
-        remedy = f"; {NULL_VALUES} says which values stand for missing ones" if option == "--dense" else ""
-        block.refuse(name, option, at, f"numbers, empty where missing{remedy}")
+        allowed = {
+            "--label": "0 and 1; derive such a column, or leave the row out",
+            "--dense": f"numbers, empty where missing; {NULL_VALUES} says which values stand for missing ones",
+        }
+        block.refuse(name, option, at, allowed.get(option, "numbers"))
     found = pc.fill_null(numbers, np.nan).to_numpy(zero_copy_only=False)
     return np.where(np.isin(found, list(nulls.numbers)), np.nan, found) if nulls.numbers else found
 

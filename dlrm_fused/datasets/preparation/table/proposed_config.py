@@ -10,6 +10,8 @@ import math
 import re
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from dlrm_fused.datasets.schema import DatasetSchema
 
 SMALL, LARGE = 10**6, 10**7  # training rows
@@ -52,6 +54,12 @@ telemetry:
 _TRANSFORMER = "  kind: transformer\n  d_model: 32\n  layers: 1\n  heads: 4\n"
 
 
+def _as_text(name: str) -> str:
+    """Return a name as YAML has it: in quotes if it would be something else, such as null or a number."""
+    read = OmegaConf.to_container(OmegaConf.create(f"[{name}]"))
+    return name if read == [name] else json.dumps(name)
+
+
 def proposed_config(schema: DatasetSchema, train_rows: int, folder: Path) -> str:
     """YAML for train.py."""
     largest = max(feature.rows for feature in schema.tables)
@@ -74,7 +82,7 @@ def proposed_config(schema: DatasetSchema, train_rows: int, folder: Path) -> str
         tables=len(schema.tables),
         mebibytes=sum(feature.rows * dims[feature.name] for feature in schema.tables) * 4 / 2**20,
         rows_of_tables="\n".join(f"#   {f.name}: {f.rows:,} rows of {dims[f.name]} numbers" for f in schema.tables),
-        name=re.sub(r"[^\w.-]", "_", folder.resolve().name, flags=re.ASCII).lstrip(".") or "table",
+        name=_as_text(re.sub(r"[^\w.-]", "_", folder.resolve().name, flags=re.ASCII).lstrip(".") or "table"),
         path=json.dumps(str(folder)),
         transformer=_TRANSFORMER if has_history else "",
         bottom_mlp=[64, dim] if train_rows < LARGE else [512, 256, dim],
