@@ -62,24 +62,25 @@ class TableFormat:
         if self.time and self.time not in UNITS:
             _check_time(self.time)
 
-    def seconds(self, value: object) -> int:
-        """Return seconds since 1970, rounded down, of one time, as a column of such values is read.
+    def microseconds(self, value: object) -> int:
+        """Return microseconds since 1970, rounded down, of one time, as a column of such values is read.
 
         Raises:
             ValueError: if it is not a time.
         """
         if isinstance(value, date):
-            when = value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
-            return _microseconds(when) // 1_000_000
+            return _microseconds(value if isinstance(value, datetime) else datetime(value.year, value.month, value.day))
         number = _number(value)
         if self.time and self.time not in UNITS:
             text = value.strip() if isinstance(value, str) else str(number).zfill(fewest_digits(self.time))
-            return parse_time(text, self.time) // 1_000_000
+            return parse_time(text, self.time)
         if number is not None:
-            return math.floor(number / 1000 ** UNITS.index(self.time or "s"))
+            in_a_unit = Fraction(1_000_000, 1000 ** UNITS.index(self.time or "s"))
+            # Columns with numbers that are not whole are read as float64.
+            return math.floor(number * in_a_unit if number.denominator == 1 else float(number) * float(in_a_unit))
         if self.time or not isinstance(value, str):
             raise ValueError(f"{value!r} is not a number of {self.time or 's'}")
-        return _microseconds(datetime.fromisoformat(value.strip())) // 1_000_000
+        return _microseconds(datetime.fromisoformat(value.strip()))
 
     def saved(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, for JSON."""

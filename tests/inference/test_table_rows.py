@@ -161,6 +161,21 @@ def test_past_rows_of_equal_times_may_come_in_any_order(tmp_path: Path) -> None:
     np.testing.assert_allclose(model.predict(rows), wanted, rtol=0, atol=1e-6)
 
 
+def test_parts_of_seconds_order_histories(tmp_path: Path) -> None:
+    """Rows of one second are not simultaneous."""
+
+    def in_milliseconds(rows: int, seed: int) -> pa.Table:
+        times = pa.array([1_700_000_000_000 + (time - 1_700_000_000) * 5 for time in table(rows, seed)["time"].to_pylist()])
+        return table(rows, seed).set_column(6, "time", times)
+
+    run = run_of(tmp_path, *HISTORY, "--time-format", "ms", rows=in_milliseconds(600, seed=1))
+    export(run, tmp_path / "model")
+    model, new = load(tmp_path / "model"), in_milliseconds(300, seed=3)
+    rows = with_histories(new)
+    assert any(past["time"] // 1000 == row["time"] // 1000 for row in rows for past in row["history"])
+    np.testing.assert_allclose(model.predict(rows), expected(run, new, tmp_path), rtol=0, atol=1e-6)
+
+
 def test_hstu_reads_the_times_of_rows_of_the_table(history_run: Path, tmp_path: Path) -> None:
     (tmp_path / "set").symlink_to(history_run.parent / "set")
     run = train(tmp_path, "model.kind=hstu", "model.d_model=16", "model.layers=1")

@@ -144,13 +144,12 @@ def test_times_are_read(times: Times) -> None:
 def test_one_time_is_read_as_a_column_of_it(times: Times) -> None:
     """A service has them one by one."""
     value = times.values[0].as_py() if isinstance(times.values, pa.Array) else times.values[0]
-    seconds = np.datetime64(times.wanted).astype("M8[s]").astype(int)
-    assert TableFormat(time=times.time_format).seconds(value) == seconds
+    assert TableFormat(time=times.time_format).microseconds(value) == np.datetime64(times.wanted, "us").astype(int)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, np.float64, np.float32])
 def test_one_time_may_be_a_number_of_numpy(kind: type[np.number]) -> None:
-    assert TableFormat().seconds(kind(1_700_000_000)) == int(kind(1_700_000_000))
+    assert TableFormat().microseconds(kind(1_700_000_000)) == int(kind(1_700_000_000)) * 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_one_time_may_be_a_number_of_numpy(kind: type[np.number]) -> None:
 def test_one_value_that_is_no_time_is_refused(name: str) -> None:
     times = REFUSED[name]
     with pytest.raises(ValueError, match=r"\S"):
-        TableFormat(time=times.time_format).seconds(times.values[-1])
+        TableFormat(time=times.time_format).microseconds(times.values[-1])
 
 
 @pytest.mark.parametrize("times", REFUSED.values(), ids=REFUSED.keys())

@@ -42,11 +42,12 @@ class Histories:
     gap: Int
 
 
-def find_histories(users: Int, items: Int, times: Int, length: int) -> Histories:
+def find_histories(users: Int, items: Int, times: Int, length: int, units_per_second: int = 1) -> Histories:
     """Return the up to ``length`` last interactions before each of n.
 
     Args:
-        users, items, times: [n] each; times in seconds.
+        users, items, times: [n] each.
+        units_per_second: of times.
     """
     order = np.lexsort((items, times, users))
     users, times = users[order], times[order]
@@ -56,7 +57,8 @@ def find_histories(users: Int, items: Int, times: Int, length: int) -> Histories
     user_start = np.maximum.accumulate(np.where(new_user, position, 0))
     stop = np.maximum.accumulate(np.where(new_time, position, 0))
     windows = np.stack([np.maximum(user_start, stop - length), stop, position], axis=1)
-    seconds = np.where(stop > user_start, times - times[stop - 1], 0)
+    seconds = times // units_per_second
+    seconds = np.where(stop > user_start, seconds - seconds[stop - 1], 0)
     gap = np.minimum(np.frexp(seconds.astype(np.float64))[1], GAP_ROWS - 1)  # frexp: 2^(e-1) <= seconds < 2^e
 
     own = np.empty_like(order)

@@ -43,6 +43,7 @@ FORMAT_VERSION = 2
 _EXPORT_AGAIN = "export the model again"
 HISTORY = "history"  # the field of a row with its past interactions, oldest first
 TIME = "token_time"  # the field of a row, and of each past interaction, with the seconds of a model that reads times
+_MICROSECONDS = 1_000_000  # of a second
 
 _GAP_ROWS = 32
 _INT64 = range(-(2**63), 2**63)
@@ -403,7 +404,7 @@ class Time:
     """Reads when a past interaction, or the row itself, happened.
 
     Attributes:
-        read: returns the seconds since 1970; raises ValueError if the value is no time.
+        read: returns the microseconds since 1970; raises ValueError if the value is no time.
     """
 
     name: str
@@ -455,30 +456,30 @@ class Rows:
         history = _history(row, self.history, where)
         wheres = [f"{where}, {self.history}[{at}]" for at in range(len(history))]
         check_names(history, self._names_of_past, wheres)
-        seconds = [] if self.time is None else self._seconds(self.time, history, row, [*wheres, where])
+        times = [] if self.time is None else self._times_of(self.time, history, row, [*wheres, where])
         last = slice(-self.history_length - 1, None)
-        in_order = self._in_order(history, seconds[:-1], wheres)
-        return self._token_values([*in_order, row], seconds)[last], seconds[last]
+        in_order = self._in_order(history, times[:-1], wheres)
+        return self._token_values([*in_order, row], times)[last], [time // _MICROSECONDS for time in times[last]]
 
     def _in_order(
-        self, history: list[Mapping[str, Any]], seconds: Sequence[int], wheres: Sequence[str]
+        self, history: list[Mapping[str, Any]], times: Sequence[int], wheres: Sequence[str]
     ) -> list[Mapping[str, Any]]:
         """Return past interactions with those of equal times in the order in which the model was trained on them."""
         return history
 
-    def _token_values(self, interactions: list[Mapping[str, Any]], seconds: Sequence[int]) -> list[Mapping[str, Any]]:
+    def _token_values(self, interactions: list[Mapping[str, Any]], times: Sequence[int]) -> list[Mapping[str, Any]]:
         return interactions
 
-    def _seconds(
+    def _times_of(
         self, time: Time, history: Sequence[Mapping[str, Any]], row: Mapping[str, Any], wheres: Sequence[str]
     ) -> list[int]:
-        """Return the seconds of past interactions, and of the row, which is later than any of them."""
-        seconds = [_value(time, time.name, each[time.name], at) for each, at in zip([*history, row], wheres, strict=True)]
-        for at, (before, after) in enumerate(pairwise(seconds)):
+        """Return the times of past interactions, and of the row, which is later than any of them: microseconds."""
+        times = [_value(time, time.name, each[time.name], at) for each, at in zip([*history, row], wheres, strict=True)]
+        for at, (before, after) in enumerate(pairwise(times)):
             if before > after or (at == len(history) - 1 and before == after):
-                allowed = f"times in ascending order, before the row's own, {row[time.name]!r}, in whole seconds"
+                allowed = f"times in ascending order, before the row's own, {row[time.name]!r}"
                 _refuse(wheres[at], time.name, history[at][time.name], allowed)
-        return seconds
+        return times
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Inputs:
         """Return the inputs of rows; raise InputError for a row that cannot be used."""
@@ -550,7 +551,8 @@ class PreparedRows(Rows):
         time = None
         if info.get("reads_times"):
             name = _free_name(TIME, {number.name for number in numbers} | categories.keys() | tokens.keys())
-            time = Time(name, partial(_whole_in, _INT64), "seconds since 1970, signed whole numbers of 64 bits")
+            allowed = "seconds since 1970, signed whole numbers of 64 bits"
+            time = Time(name, lambda value: _whole_in(_INT64, value) * _MICROSECONDS, allowed)
         super().__init__(info, numbers, categories, tokens, of_candidate, tokens, time)
 
 
@@ -588,18 +590,18 @@ class TableRows(Rows):
         super().__init__(info, numbers, of_columns, tokens, [], [self.label, *self.items], time)
 
     def _in_order(
-        self, history: list[Mapping[str, Any]], seconds: Sequence[int], wheres: Sequence[str]
+        self, history: list[Mapping[str, Any]], times: Sequence[int], wheres: Sequence[str]
     ) -> list[Mapping[str, Any]]:
         name = token_name(self.items[0]) if self.items else ""
         values = self.tokens.get(name)
-        if values is None or values.encoding is None or len(set(seconds)) == len(seconds):
+        if values is None or values.encoding is None or len(set(times)) == len(times):
             return history
         read = [_value(values, name, each[self.items[0]], where) for each, where in zip(history, wheres, strict=True)]
         keys = [values.encoding.key_of(value) for value in read]
-        return [history[at] for at in sorted(range(len(history)), key=lambda at: (seconds[at], keys[at]))]
+        return [history[at] for at in sorted(range(len(history)), key=lambda at: (times[at], keys[at]))]
 
-    def _token_values(self, interactions: list[Mapping[str, Any]], seconds: Sequence[int]) -> list[Mapping[str, Any]]:
-        return [self._token(each, gap) for each, gap in zip(interactions, _gaps(seconds), strict=True)]
+    def _token_values(self, interactions: list[Mapping[str, Any]], times: Sequence[int]) -> list[Mapping[str, Any]]:
+        return [self._token(each, gap) for each, gap in zip(interactions, _gaps(times), strict=True)]
 
     def _token(self, interaction: Mapping[str, Any], gap: int) -> Mapping[str, Any]:
         of_items = {token_name(name): interaction[name] for name in self.items}
@@ -610,8 +612,10 @@ def _time_of(column: str, table: TableFormat, for_model: bool) -> Time:
     """Return what reads times as those of the table are read; for a model, only those that its inputs hold."""
 
     def read(value: Any) -> int:
-        seconds = table.seconds(value)
-        return _whole_in(_INT64, seconds) if for_model else seconds
+        microseconds = table.microseconds(value)
+        if for_model:
+            _whole_in(_INT64, microseconds // _MICROSECONDS)
+        return microseconds
 
     of_format = f"times as --time-format {table.time} of the table says"
     return Time(column, read, of_format if table.time else "seconds since 1970, or texts such as 2024-05-31T12:00:00")
@@ -675,15 +679,16 @@ def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarr
     ]
 
 
-def _gaps(seconds: Sequence[int]) -> list[int]:
-    """Return for each of ascending times the bucket of its distance to the last earlier one: b for [2^(b-1), 2^b) seconds, 0
-    for none."""
+def _gaps(times: Sequence[int]) -> list[int]:
+    """Return for each of ascending times, in microseconds, the bucket of its distance to the last earlier one: b for
+    [2^(b-1), 2^b) seconds, 0 for none and for less."""
     gaps: list[int] = []
     earlier = None  # the last time that is less than that of the interactions at hand
-    for at, second in enumerate(seconds):
-        if at and seconds[at - 1] < second:
-            earlier = seconds[at - 1]
-        gaps.append(0 if earlier is None else min((second - earlier).bit_length(), _GAP_ROWS - 1))
+    for at, time in enumerate(times):
+        if at and times[at - 1] < time:
+            earlier = times[at - 1]
+        seconds = 0 if earlier is None else time // _MICROSECONDS - earlier // _MICROSECONDS
+        gaps.append(min(seconds.bit_length(), _GAP_ROWS - 1))
     return gaps
 
 

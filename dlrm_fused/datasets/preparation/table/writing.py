@@ -35,7 +35,7 @@ TOKEN_LABEL, TOKEN_GAP = "token_label", "token_gap"
 LABEL_ROWS = 2
 
 
-_SPLIT, _USER, _ITEM, _SECONDS = "split", "user", "item", "seconds"  # columns beside those of tokens
+_SPLIT, _USER, _ITEM, _TIME = "split", "user", "item", "time"  # columns beside those of tokens; times in microseconds
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class InteractionColumns:
         nobody = users == 0
         users[nobody] = -1 - block.first - np.flatnonzero(nobody)
         items = _row_keys(read_categories(block, self.item, self.nulls))
-        seconds = read_times(block, self.time, HISTORY, self.time_format) // MICROSECONDS
-        of_rows = {_SPLIT: split, _USER: users, _ITEM: items, _SECONDS: seconds, TOKEN_LABEL: labels}
+        times = read_times(block, self.time, HISTORY, self.time_format)
+        of_rows = {_SPLIT: split, _USER: users, _ITEM: items, _TIME: times, TOKEN_LABEL: labels}
         return pl.DataFrame(of_rows).hstack(ids.rename(token_name))
 
 
@@ -79,8 +79,8 @@ def write_histories(output: Path, blocks: list[pl.DataFrame], transformation: Tr
     length = transformation.history.length
     table = pl.concat(blocks, rechunk=True)
     blocks.clear()  # else all rows would be in memory twice
-    seconds = table[_SECONDS].to_numpy()
-    histories = find_histories(table[_USER].to_numpy(), table[_ITEM].to_numpy(), seconds, length)
+    times = table[_TIME].to_numpy()
+    histories = find_histories(table[_USER].to_numpy(), table[_ITEM].to_numpy(), times, length, MICROSECONDS)
     split = table[_SPLIT].to_numpy()
     for number, name in enumerate(SPLITS):
         write_array(output / name / "history.npy", histories.windows[split == number], np.int64)
@@ -89,7 +89,8 @@ def write_histories(output: Path, blocks: list[pl.DataFrame], transformation: Tr
     tokens = table[histories.order].with_columns(pl.Series(TOKEN_GAP, histories.gap[histories.order]))
     rows = {token_name(encoding.column.name): encoding.rows for encoding in transformation.sparse}
     rows |= {TOKEN_LABEL: LABEL_ROWS, TOKEN_GAP: GAP_ROWS}
-    return write_interactions(output, tokens, seconds[histories.order], rows, TOKEN_LABEL, histories.windows, length)
+    seconds = times[histories.order] // MICROSECONDS
+    return write_interactions(output, tokens, seconds, rows, TOKEN_LABEL, histories.windows, length)
 
 
 @dataclass(frozen=True)
