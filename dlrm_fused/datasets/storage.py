@@ -144,7 +144,7 @@ def check_finite(dense: NDArray[np.float32], names: Sequence[str], where: str, r
     # One NaN or infinity makes its sum so.
     for name, total in zip(names, dense.sum(axis=0, dtype=np.float64), strict=True):
         if not np.isfinite(total):
-            raise DataError(f"{where}: dense feature {name} has a NaN or infinite value; {remedy}")
+            raise DataError(f"{where}: dense feature {name} has a NaN, an infinite value or one beyond float32; {remedy}")
 
 
 def check_labels(labels: NDArray[Any], where: str) -> None:

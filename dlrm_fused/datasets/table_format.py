@@ -148,6 +148,6 @@ def _check_time(time_format: str) -> None:
         is_format = "%" in time_format
     if not is_format:
         raise DataError(
-            f"--time-format {time_format}: allowed: a unit, {', '.join(UNITS)}, or a format of Python's strptime, such as "
-            "'%Y%m%d' or '%d/%m/%Y %H:%M'"
+            f"--time-format {time_format}: allowed: a unit, {', '.join(UNITS)}, or a format of Python's strptime without %Z, "
+            "such as '%Y%m%d', '%d/%m/%Y %H:%M', '%d/%m/%Y %H:%M %z' or '%Y-%m-%d %H:%M:%S UTC'"
         )

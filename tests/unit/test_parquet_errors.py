@@ -97,9 +97,12 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
         ({"price": pa.array([0.5, 1, None, None])}, "row group 1: column price has nulls (2); fill them"),
         (
             {"price": pa.array([0.5, 1, float("inf"), 1])},
-            "row group 1: dense feature price has a NaN or infinite value; correct",
+            "row group 1: dense feature price has a NaN, an infinite value or one beyond float32; correct",
         ),
-        ({"price": pa.array([0.5, 1, 1e300, 1])}, "row group 1: dense feature price has a NaN or infinite value; correct"),
+        (
+            {"price": pa.array([0.5, 1, 1e300, 1])},
+            "row group 1: dense feature price has a NaN, an infinite value or one beyond float32; correct",
+        ),
         (
             {"user": pa.array([0, 10, 3, 4])},
             "row group 0: feature user has the id 10, allowed: 0 to 9; correct the ids, or the rows that are stated for the "

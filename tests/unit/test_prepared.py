@@ -161,8 +161,8 @@ def test_a_split_without_samples_is_refused(folder: Path) -> None:
         ("single.npy", -3, r"split test: feature user has the id -3, allowed: 0 to 49"),
         ("genres.values.npy", 7, r"split test: feature genres has the id 7, allowed: 0 to 6"),
         ("labels.npy", 2, r"split test: a label is 2, allowed: 0 and 1"),
-        ("dense.npy", np.nan, r"split test: dense feature dense_0 has a NaN or infinite value"),
-        ("dense.npy", -np.inf, r"split test: dense feature dense_0 has a NaN or infinite value"),
+        ("dense.npy", np.nan, r"split test: dense feature dense_0 has a NaN, an infinite value or one beyond float32"),
+        ("dense.npy", -np.inf, r"split test: dense feature dense_0 has a NaN, an infinite value or one beyond float32"),
     ],
 )
 def test_a_value_out_of_range_names_the_feature_when_read(folder: Path, name: str, value: float, message: str) -> None:

@@ -77,6 +77,12 @@ def test_a_spelling_that_other_files_do_not_have_is_told(
     )
 
 
+def test_a_tab_between_values_is_written_as_one_between_fields(tmp_path: Path) -> None:
+    values = pa.array(["a\tb", "b", "a"])
+    prepared = prepare(tmp_path, {"u": values}, "--sparse", "u", "--separated", r"u=\t")
+    assert [len(row) for row in prepared.table.ids("train", "u")[:3]] == [2, 1, 1]
+
+
 @pytest.mark.parametrize("text", ["0x1F", "0XFFFFFFFFFFFFFFFF"])
 def test_hexadecimal_texts_are_no_whole_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     """Arrow reads them, large ones as negative numbers; the service refuses them."""
@@ -110,3 +116,9 @@ def test_columns_may_be_arrays_of_arrow_and_numpy() -> None:
     times = np.array(["2024-05-01T00:00:00.000000001"], "datetime64[ns]")
     (row,) = rows_of({"u": pa.array([3.5]), "v": np.array([1]), "w": [None], "t": times})
     assert (row["u"], row["v"], row["w"]) == (3.5, 1, None)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name_in_latin_1(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + CSV.encode() + b"1,c\xe9,1\n" * 8)
+    command = ["table", "--input", str(tmp_path / "a.csv"), "--label", "label", "--sparse", "u", "--encoding", "latin-1"]
+    assert cli.main([*command, "--held-out", "0.4", "--output", str(tmp_path / "set")]) == 0

@@ -100,7 +100,7 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("how files are written (of 'apply', by default as those of the transformation)")
     text.add_argument(
         "--delimiter",
-        type=lambda character: "\t" if character == r"\t" else character,
+        type=_character,
         metavar="CHARACTER",
         help="between fields of text, such as ';', '|' or '\\t' for a tab",
     )
@@ -149,7 +149,8 @@ def _prepare(args: argparse.Namespace) -> PreparedInfo | str:
     if args.history:
         user, time, items = args.history
         args.history = HistoryColumns(user, time, _names(items), args.history_length)
-    args.separated = dict(_pair("--separated", entry) for entry in args.separated)
+    pairs = [_pair("--separated", entry) for entry in args.separated]
+    args.separated = {name: _character(separator) for name, separator in pairs}
     args.split_files = _split_files(args, needed=SPLITS)
     args.split = _split_options(args)
     args.table_format = TableFormat(**_table_format(args))
@@ -164,6 +165,11 @@ def _apply(args: argparse.Namespace) -> PreparedInfo:
     args.split = _split_options(args) if _is_split(args) else None
     args.table_format = _table_format(args)
     return apply_transformation(options_of(ApplyOptions, args))
+
+
+def _character(given: str) -> str:
+    """Return a character that separates, of which a tab may be written as in Python."""
+    return "\t" if given == r"\t" else given
 
 
 def _table_format(args: argparse.Namespace) -> dict[str, Any]:

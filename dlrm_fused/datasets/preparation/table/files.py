@@ -195,7 +195,7 @@ def _partitions(path: Path) -> dict[str, str | None]:
 
 
 def _new_name(name: str, table_format: TableFormat) -> str:
-    name = name.removeprefix("\ufeff")  # of an encoding that does not take the byte order mark for one
+    name = name.removeprefix("\ufeff").removeprefix("ï»¿")  # of encodings that do not take the byte order mark for one
     name = name.strip() if table_format.trim else name
     return table_format.renamed.get(name, name)
 
