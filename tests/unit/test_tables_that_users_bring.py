@@ -83,6 +83,17 @@ def test_a_tab_between_values_is_written_as_one_between_fields(tmp_path: Path) -
     assert [len(row) for row in prepared.table.ids("train", "u")[:3]] == [2, 1, 1]
 
 
+def test_a_column_of_unseen_values_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same values as numbers are other texts."""
+    folder = prepare(
+        tmp_path, {"u": pa.array(["7.0", "8.0"]), "v": pa.array(["x", "y"])}, "--sparse", "u,v"
+    ).table.folder.parent
+    capsys.readouterr()
+    apply(folder, pa.table({"u": [7.0, 8.0, None], "v": ["x", "z", "y"]}))
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert warning.startswith("warning: --sparse u: 2 of 2 values do not occur in the table of the transformation, or rarely;")
+
+
 @pytest.mark.parametrize("text", ["0x1F", "0XFFFFFFFFFFFFFFFF"])
 def test_hexadecimal_texts_are_no_whole_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     """Arrow reads them, large ones as negative numbers; the service refuses them."""

@@ -49,6 +49,7 @@ from dlrm_fused.datasets.transformation import (
 from dlrm_fused.datasets.values import NullMarkers
 from dlrm_fused.errors import DataError
 
+_MANY_UNSEEN = 0.95  # of the values of a column that are not missing
 MAX_ROWS = 2**31 - 1
 
 
@@ -133,7 +134,7 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
         shutil.rmtree(scratch)
         transformation.save(folder / TRANSFORMATION)
         origin = _origin(options, table.split)
-        info = write_set(
+        info, _ = write_set(
             table.files, table.columns, transformation, table.split, table.interactions, folder, options.workers, origin
         )
         (folder / PROPOSED_CONFIG).write_text(proposed_config(info.schema, info.samples["train"], options.output))
@@ -184,7 +185,15 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     with new_output(options.output, options.overwrite) as folder:
         transformation.save(folder / TRANSFORMATION)
         origin = _origin(options, split)
-        return write_set(files, choice.names(), transformation, split, interactions, folder, options.workers, origin)
+        info, unseen = write_set(files, choice.names(), transformation, split, interactions, folder, options.workers, origin)
+    for column, (without_id, known) in zip(columns, unseen.tolist(), strict=True):
+        if without_id > _MANY_UNSEEN * known:
+            print(
+                f"warning: --sparse {column.name}: {without_id:,} of {known:,} values do not occur in the table of the "
+                "transformation, or rarely; are they written otherwise there, such as 7.0 for 7?",
+                file=sys.stderr,
+            )
+    return info
 
 
 @dataclass(frozen=True)

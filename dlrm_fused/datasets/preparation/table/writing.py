@@ -27,7 +27,7 @@ from dlrm_fused.datasets.preparation.table.splits import Split, TimeSplit
 from dlrm_fused.datasets.preparation.table.times import MICROSECONDS, read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, write_array
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
-from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, SparseColumn, Transformation, token_name
+from dlrm_fused.datasets.transformation import MISSING, UNSEEN, IdEncoding, Int, SparseColumn, Transformation, token_name
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
 HISTORY = "--history"
@@ -105,6 +105,7 @@ class EncodedBlock:
         interactions: what histories need; None without.
         weights: [n] float32; None without.
         times: [n] int64, microseconds since 1970; None unless rows are split by them.
+        unseen: [S, 2] of each sparse feature, how many of its values have no id of their own, and how many are not missing.
     """
 
     split: NDArray[np.uint8]
@@ -114,6 +115,7 @@ class EncodedBlock:
     interactions: pl.DataFrame | None
     weights: NDArray[np.float32] | None
     times: NDArray[np.int64] | None
+    unseen: Int
 
 
 def write_set(
@@ -125,8 +127,8 @@ def write_set(
     output: Path,
     workers: int,
     origin: dict[str, Any],
-) -> PreparedInfo:
-    """Write all files of a prepared set but the transformation.
+) -> tuple[PreparedInfo, Int]:
+    """Write all files of a prepared set but the transformation; also return :attr:`EncodedBlock.unseen` of all rows.
 
     Raises:
         DataError: if a value cannot be used.
@@ -142,10 +144,12 @@ def write_set(
         has_times=isinstance(split, TimeSplit),
     )
     interactions_of_blocks = []
+    unseen = np.zeros((len(features), 2), np.int64)
     with ExitStack() as stack:
         splits = [SplitFiles(output / name, schema, stack) for name in SPLITS]
         for block in _with_progress(map_on_threads(encode, read_blocks(files, columns), workers)):
             _append(block, splits)
+            unseen += block.unseen
             if block.interactions is not None:
                 interactions_of_blocks.append(block.interactions)
     token_features = write_histories(output, interactions_of_blocks, transformation) if interactions else ()
@@ -159,7 +163,7 @@ def write_set(
     )
     info = PreparedInfo(schema, samples, origin, interactions=sum(samples.values()) if token_features else 0)
     info.save(output)
-    return info
+    return info, unseen
 
 
 def _encode_block(
@@ -171,7 +175,8 @@ def _encode_block(
     else:
         times, split_of_row = None, split.assign(block)
     dense = [feature.apply(read_numbers(block, feature.name, transformation.nulls)) for feature in transformation.dense]
-    ids = pl.DataFrame([_ids(block, encoding) for encoding in transformation.sparse])
+    encoded = [_ids(block, encoding) for encoding in transformation.sparse]
+    ids = pl.DataFrame([series for series, _ in encoded])
     labels = [read_labels(block, name) for name in transformation.labels]
     return EncodedBlock(
         split_of_row,
@@ -181,16 +186,19 @@ def _encode_block(
         interactions.read(block, split_of_row, labels[0], ids) if interactions else None,
         read_weights(block, transformation.sample_weight) if transformation.sample_weight else None,
         times,
+        np.array([counts for _, counts in encoded], np.int64).reshape(-1, 2),
     )
 
 
-def _ids(block: Block, encoding: IdEncoding) -> pl.Series:
-    """Return the ids of a column's values, as a list for each row if it has lists."""
+def _ids(block: Block, encoding: IdEncoding) -> tuple[pl.Series, tuple[int, int]]:
+    """Return the ids of a column's values, as a list for each row if it has lists; and :attr:`EncodedBlock.unseen` of it."""
     values = read_categories(block, encoding.column, encoding.nulls)
     ids = values.take(encoding.of_keys(values.keys()), MISSING)
+    unseen = 0 if encoding.vocabulary is None else int(np.count_nonzero(ids == UNSEEN))
+    counts = unseen, int(np.count_nonzero(ids != MISSING))
     if values.offsets is None:
-        return pl.Series(encoding.column.name, ids)
-    return pl.Series(encoding.column.name, pa.LargeListArray.from_arrays(values.offsets, ids))
+        return pl.Series(encoding.column.name, ids), counts
+    return pl.Series(encoding.column.name, pa.LargeListArray.from_arrays(values.offsets, ids)), counts
 
 
 def _append(block: EncodedBlock, splits: Sequence[SplitFiles]) -> None:
