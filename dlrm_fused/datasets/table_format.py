@@ -15,6 +15,7 @@ from typing import Any
 from dlrm_fused.errors import DataError
 
 UNITS = ("s", "ms", "us", "ns")
+MICROSECONDS = 1_000_000  # of a second
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -75,7 +76,7 @@ class TableFormat:
             text = value.strip() if isinstance(value, str) else str(number).zfill(fewest_digits(self.time))
             return parse_time(text, self.time)
         if number is not None:
-            in_a_unit = Fraction(1_000_000, 1000 ** UNITS.index(self.time or "s"))
+            in_a_unit = Fraction(MICROSECONDS, 1000 ** UNITS.index(self.time or "s"))
             # Columns with numbers that are not whole are read as float64.
             return math.floor(number * in_a_unit if number.denominator == 1 else float(number) * float(in_a_unit))
         if self.time or not isinstance(value, str):

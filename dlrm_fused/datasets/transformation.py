@@ -178,7 +178,7 @@ class IdEncoding:
         Raises:
             ValueError: if the column cannot hold it.
         """
-        if not self.column.is_list:
+        if self.trims and not self.column.is_list:
             value = self.trimmed(value)
         return (whole_of if self.column.values is Values.integer else text_of)(value, self.nulls)
 
@@ -187,16 +187,6 @@ class IdEncoding:
         if not self.trims or not isinstance(value, str | bytes):
             return value
         return (value.decode() if isinstance(value, bytes) else value).strip()
-
-    def key_of(self, value: int | str | None) -> int:
-        """Return the key of a value, as :meth:`read` returns it; 0 for a missing one."""
-        if value is None:
-            return 0
-        if isinstance(value, int):
-            bits = np.array([value & (2**64 - 1)], np.uint64).view(np.int64)
-            return int(integer_keys(bits, np.array([value >= 2**63]))[0])
-        text = np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
-        return int(text_keys(text, np.array([0, len(text)]))[0])
 
     def of_values(self, values: Sequence[object]) -> NDArray[np.int32]:
         """Return the ids of n values, None or an empty text for a missing one: [n].
@@ -213,16 +203,7 @@ def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> 
 
     All values are hashed together, so a row of many columns takes about as long as one of a single column.
     """
-    wholes: list[int] = []
-    texts: list[bytes] = []
-    for _, values in columns:
-        wholes += [value for value in values if isinstance(value, int)]
-        # Text from JSON may have halves of surrogate pairs.
-        texts += [value.encode("utf-8", "surrogatepass") for value in values if isinstance(value, str)]
-    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
-    bits = np.array([whole & (2**64 - 1) for whole in wholes], np.uint64).view(np.int64)
-    of_texts = text_keys(np.frombuffer(b"".join(texts), np.uint8), offsets) if texts else bits[:0]
-    of_wholes = integer_keys(bits, np.array([whole >= 2**63 for whole in wholes], bool))
+    of_wholes, of_texts = _keys_of([value for _, values in columns for value in values])
     found, first_text, first_whole = [], 0, 0
     for encoding, values in columns:
         is_known = [value is not None for value in values]
@@ -237,6 +218,23 @@ def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> 
             ids[is_known] = of_known
         found.append(ids)
     return found
+
+
+def keys_of_values(values: Sequence[int | str | None]) -> list[int]:
+    """Return the key of each value of a column, as :meth:`IdEncoding.read` returns them; 0 for a missing one."""
+    known = iter(np.concatenate(_keys_of(values)).tolist())  # whole numbers or texts, not both
+    return [0 if value is None else next(known) for value in values]
+
+
+def _keys_of(values: Sequence[int | str | None]) -> tuple[Int, Int]:
+    """Return the keys of whole numbers, and those of texts."""
+    wholes = [value for value in values if isinstance(value, int)]
+    # Text from JSON may have halves of surrogate pairs.
+    texts = [value.encode("utf-8", "surrogatepass") for value in values if isinstance(value, str)]
+    bits = np.array([whole & (2**64 - 1) for whole in wholes], np.uint64).view(np.int64)
+    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+    of_texts = text_keys(np.frombuffer(b"".join(texts), np.uint8), offsets) if texts else bits[:0]
+    return integer_keys(bits, np.array([whole >= 2**63 for whole in wholes], bool)), of_texts
 
 
 def integer_keys(values: Int, is_beyond: NDArray[np.bool_] | None = None) -> Int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dlrm_fused.ops.moe.between_hosts import share_of_visitors
 from dlrm_fused.scaleout.collectives import Phase, algorithms_of
 from dlrm_fused.scaleout.dense_trace import Exchange, Gradient, Kernel
 from dlrm_fused.scaleout.groups import consecutive, strided
@@ -210,7 +211,7 @@ def crossing_rows(hosts: int, top_k: int) -> float:
         hosts: That share the experts; at least 2. A switch is one host here, as NVLink's is.
         top_k: Experts of a token, evenly spread.
     """
-    return hosts * (1 - (1 - 1 / hosts) ** top_k) / top_k
+    return hosts * share_of_visitors(hosts, top_k) / top_k
 
 
 @dataclass(frozen=True)

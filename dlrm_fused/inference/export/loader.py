@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
-from dlrm_fused.datasets.table_format import TableFormat
-from dlrm_fused.datasets.transformation import IdEncoding, Transformation, ids_of, token_name
+from dlrm_fused.datasets.table_format import MICROSECONDS, TableFormat
+from dlrm_fused.datasets.transformation import IdEncoding, Transformation, ids_of, keys_of_values, token_name
 from dlrm_fused.datasets.transformation import Values as Kind
 from dlrm_fused.datasets.values import LARGEST_FLOAT32, number_of, whole_of
 from dlrm_fused.errors import DataError
@@ -43,7 +43,6 @@ FORMAT_VERSION = 2
 _EXPORT_AGAIN = "export the model again"
 HISTORY = "history"  # the field of a row with its past interactions, oldest first
 TIME = "token_time"  # the field of a row, and of each past interaction, with the seconds of a model that reads times
-_MICROSECONDS = 1_000_000  # of a second
 
 _GAP_ROWS = 32
 _INT64 = range(-(2**63), 2**63)
@@ -459,7 +458,7 @@ class Rows:
         times = [] if self.time is None else self._times_of(self.time, history, row, [*wheres, where])
         last = slice(-self.history_length - 1, None)
         in_order = self._in_order(history, times[:-1], wheres)
-        return self._token_values([*in_order, row], times)[last], [time // _MICROSECONDS for time in times[last]]
+        return self._token_values([*in_order, row], times)[last], [time // MICROSECONDS for time in times[last]]
 
     def _in_order(
         self, history: list[Mapping[str, Any]], times: Sequence[int], wheres: Sequence[str]
@@ -552,7 +551,7 @@ class PreparedRows(Rows):
         if info.get("reads_times"):
             name = _free_name(TIME, {number.name for number in numbers} | categories.keys() | tokens.keys())
             allowed = "seconds since 1970, signed whole numbers of 64 bits"
-            time = Time(name, lambda value: _whole_in(_INT64, value) * _MICROSECONDS, allowed)
+            time = Time(name, lambda value: _whole_in(_INT64, value) * MICROSECONDS, allowed)
         super().__init__(info, numbers, categories, tokens, of_candidate, tokens, time)
 
 
@@ -597,7 +596,7 @@ class TableRows(Rows):
         if values is None or values.encoding is None or len(set(times)) == len(times):
             return history
         read = [_value(values, name, each[self.items[0]], where) for each, where in zip(history, wheres, strict=True)]
-        keys = [values.encoding.key_of(value) for value in read]
+        keys = keys_of_values(read)
         return [history[at] for at in sorted(range(len(history)), key=lambda at: (times[at], keys[at]))]
 
     def _token_values(self, interactions: list[Mapping[str, Any]], times: Sequence[int]) -> list[Mapping[str, Any]]:
@@ -614,7 +613,7 @@ def _time_of(column: str, table: TableFormat, for_model: bool) -> Time:
     def read(value: Any) -> int:
         microseconds = table.microseconds(value)
         if for_model:
-            _whole_in(_INT64, microseconds // _MICROSECONDS)
+            _whole_in(_INT64, microseconds // MICROSECONDS)
         return microseconds
 
     of_format = f"times as --time-format {table.time} of the table says"
@@ -687,7 +686,7 @@ def _gaps(times: Sequence[int]) -> list[int]:
     for at, time in enumerate(times):
         if at and times[at - 1] < time:
             earlier = times[at - 1]
-        seconds = 0 if earlier is None else time // _MICROSECONDS - earlier // _MICROSECONDS
+        seconds = 0 if earlier is None else time // MICROSECONDS - earlier // MICROSECONDS
         gaps.append(min(seconds.bit_length(), _GAP_ROWS - 1))
     return gaps
 

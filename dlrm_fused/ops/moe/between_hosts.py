@@ -29,6 +29,11 @@ from dlrm_fused.symmetric.device import uses_kernels
 _MOST_BYTES_IN_VAIN = 2 * 2**20
 
 
+def share_of_visitors(hosts: int, top_k: int) -> float:
+    """Return the share of tokens that have some of their ``top_k`` experts on a given host of so many, if evenly spread."""
+    return 1 - (1 - 1 / hosts) ** top_k
+
+
 def all_tokens_cross(hosts: int, top_k: int, max_tokens: int, row_bytes: int) -> bool:
     """Return whether all tokens go to all other hosts, whatever their experts, so that nobody has to tell how many.
 
@@ -40,7 +45,7 @@ def all_tokens_cross(hosts: int, top_k: int, max_tokens: int, row_bytes: int) ->
         max_tokens: of a rank and call.
         row_bytes: of a token.
     """
-    in_vain = (hosts - 1) * max_tokens * (1 - 1 / hosts) ** top_k
+    in_vain = (hosts - 1) * max_tokens * (1 - share_of_visitors(hosts, top_k))
     return in_vain * row_bytes <= _MOST_BYTES_IN_VAIN
 
 

@@ -18,10 +18,9 @@ from dlrm_fused.datasets.preparation.table.arrow import (
     without_nan,
 )
 from dlrm_fused.datasets.preparation.table.files import Block
-from dlrm_fused.datasets.table_format import UNITS, fewest_digits, parse_time
+from dlrm_fused.datasets.table_format import MICROSECONDS, UNITS, fewest_digits, parse_time
 from dlrm_fused.datasets.transformation import Int
 
-MICROSECONDS = 1_000_000
 _DAY_SECONDS = 86_400
 _FARTHEST = 2**60  # microseconds: beyond every time that is accepted
 _PER_UNIT = dict(zip(UNITS, (1e6, 1e3, 1.0, 1e-3), strict=True))

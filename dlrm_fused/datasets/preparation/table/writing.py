@@ -24,9 +24,10 @@ from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers, read_weights
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.splits import Split, TimeSplit
-from dlrm_fused.datasets.preparation.table.times import MICROSECONDS, read_times
+from dlrm_fused.datasets.preparation.table.times import read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, write_array
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
+from dlrm_fused.datasets.table_format import MICROSECONDS
 from dlrm_fused.datasets.transformation import MISSING, UNSEEN, IdEncoding, Int, SparseColumn, Transformation, token_name
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
