@@ -44,7 +44,7 @@ from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.launches import Launches
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Link, Why, without_empty
 
 # Kernels and the host share these words and values; device.py says what each means.
 _EPOCH, _FAULT = (word.value for word in (device.EPOCH, device.FAULT))
@@ -229,13 +229,33 @@ class Channel:
             CommunicationError: the channel has failed.
             UsageError: of messages by TCP, while a CUDA graph is captured.
         """
-        self.raise_fault()
-        assert self._link is not None, f"channel {self.name}: all ranks are on one host"
-        if not self._link.can_be_captured and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages by TCP; call this outside of one")
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
+        return self._began(lambda link: link.exchange(without_empty(sent), without_empty(received), tag))
+
+    @property
+    def can_all_reduce(self) -> bool:
+        """Whether ranks are on several hosts and have :meth:`all_reduce`: between GPUs, by NCCL."""
+        return self._link is not None and self._link.can_all_reduce
+
+    def all_reduce(self, values: Tensor) -> ChannelExchange:
+        """Begin to sum over all ranks, in place, as NCCL does; all ranks get the same bits.
+
+        Args:
+            values: contiguous, of the same size on all ranks, and used by nothing else until the exchange is finished.
+
+        Raises:
+            CommunicationError: the channel has failed.
+        """
+        return self._began(lambda link: link.all_reduce(values))
+
+    def _began(self, begin: Callable[[Link], Exchange]) -> ChannelExchange:
+        self.raise_fault()
+        link = self._link
+        assert link is not None, f"channel {self.name}: all ranks are on one host"
+        if not link.can_be_captured and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages by TCP; call this outside of one")
         try:
-            return ChannelExchange(self, self._link.exchange(without_empty(sent), without_empty(received), tag))
+            return ChannelExchange(self, begin(link))
         except LateRankError as late:
             self._fail(late.why, late.rank, _ARRIVAL)
 

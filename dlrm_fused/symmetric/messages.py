@@ -92,10 +92,12 @@ class Link(ABC):
 
     Attributes:
         can_be_captured: whether a CUDA graph can have exchanges.
+        can_all_reduce: whether it has :meth:`all_reduce`.
         failure: what ended the exchanges that nobody waits for on the host; None as long as nothing has.
     """
 
     can_be_captured = False
+    can_all_reduce = False
     failure: LateRankError | None = None
 
     @abstractmethod
@@ -107,6 +109,14 @@ class Link(ABC):
             received: by rank; contiguous, of the size that the rank sends.
             tag: 32 bits, equal on both sides, which TCP compares.
         """
+
+    def all_reduce(self, values: Tensor) -> Exchange:
+        """Begin to sum values over all ranks, in place; ranks have the same bits. Nothing arrives but by the end.
+
+        Args:
+            values: contiguous, of the same size on all ranks, and used by nothing else until :meth:`Exchange.finish`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} adds up nothing")
 
     def watch(self, deadline: float) -> None:  # noqa: B027
         """End the exchanges that the current stream has begun if they are not done by then, of :func:`time.monotonic`.
@@ -133,6 +143,7 @@ class NcclLink(Link):
     """
 
     can_be_captured = True
+    can_all_reduce = True
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peer_monitor: PeerMonitor, name: str) -> None:
         store = default_store()
@@ -171,6 +182,10 @@ class NcclLink(Link):
             from_[rank] = slice_
         with self.names_failure():
             return cast(dist.Work, self._nccl.alltoall(from_, to))
+
+    def all_reduce(self, values: Tensor) -> Exchange:
+        with self.names_failure():
+            return _NcclExchange(self, self._nccl.allreduce([values]), {self._rank: values}, {})
 
     def watch(self, deadline: float) -> None:
         event = self._events.popleft() if self._events else torch.cuda.Event()

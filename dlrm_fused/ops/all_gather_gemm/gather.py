@@ -10,10 +10,12 @@ from torch import Tensor
 from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
+from dlrm_fused.ops.common.exchanges import RowExchange, exchange_by_host, pieces_of
 from dlrm_fused.ops.common.pieces_call import PiecesCall
-from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
-from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.workspace import ReceiveWindow, fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
+from dlrm_fused.symmetric import Channel
 
 
 def gather_and_multiply(
@@ -25,8 +27,20 @@ def gather_and_multiply(
         call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.all_gather_gemm)
         return Started(call.out, call.gathered_rows)
-    gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
-    return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered)
+    factor = weight if is_transposed else weight.T
+    if not workspace.group.hosts.are_many:
+        gathered = _rows_of_host(workspace, x, workspace.channel, fingerprint)
+        return Started(gathered @ factor, lambda: gathered)
+    gathered, exchanges = _rows_of_all_hosts(workspace, x, workspace.channel, fingerprint)
+    out = x.new_empty(len(gathered), factor.shape[1])
+    received_from, out_of = gathered.chunk(workspace.world_size), out.chunk(workspace.world_size)
+    for rank in workspace.group.hosts.local:
+        torch.mm(received_from[rank], factor, out=out_of[rank])
+    for rows, exchange in exchanges:
+        for rank, shard in exchange.arrivals():
+            torch.mm(shard, factor, out=out_of[rank][rows])
+        exchange.finish()
+    return Started(out, lambda: gathered)
 
 
 def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
@@ -36,8 +50,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     """
     fingerprint = fingerprint_of("gather beside", *x.shape)
     if not workspace.is_by_kernels:
-        gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
-        return Started(x, lambda: gathered)
+        return _gather_rows_beside(workspace, x, fingerprint)
     ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
     main = current_stream(workspace.device) if stream else None
     if stream and main:
@@ -61,27 +74,50 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     return Started(x, rows)
 
 
-def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Tensor:
-    """[M, K]: the rows of all ranks, in the workspace's memory until its next call. One epoch; between hosts as well."""
-    ranks, rows = workspace.world_size, len(x)
-    gathered = workspace.matrix(workspace.gathered, workspace.rank, (ranks * rows, x.shape[1]))
-    all_rows = ranks * rows
-    own = torch.arange(rows, dtype=torch.int32, device=x.device) + workspace.rank * rows
-    # Every row goes to all ranks; for another host's rank it is a row of a slice, in the order of the rows.
-    of_slice = own - workspace.rank * rows
-    hosts = workspace.group.hosts
-    targets = torch.stack([rank * all_rows + (of_slice if rank in hosts.remote else own) for rank in range(ranks)], dim=1)
-    received = {rank: torch.arange(rank * rows, (rank + 1) * rows, device=x.device) for rank in hosts.remote}
-    items = torch.arange(all_rows, device=x.device).view(rows, ranks).T.flatten()  # item row * ranks + rank goes to the rank
-    scatter_rows(
-        x,
-        targets.flatten(),
-        workspace.window_of(workspace.gathered, fingerprint),
-        rows_per_rank=all_rows,
-        repeats=ranks,
-        received=received,
-        by_rank=ItemsByRank.equal(all_rows, all_rows, ranks, workspace.rank * rows, items),
+def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Started:
+    _, channel = workspace.channels
+    if not workspace.group.hosts.are_many:
+        gathered = _rows_of_host(workspace, x, channel, fingerprint)
+        return Started(x, lambda: gathered)
+    gathered, exchanges = _rows_of_all_hosts(workspace, x, channel, fingerprint)
+
+    def rows() -> Tensor:
+        for _, exchange in exchanges:
+            exchange.complete()
+        return gathered
+
+    return Started(x, rows)
+
+
+def _rows_of_all_hosts(
+    workspace: ShardWorkspace, x: Tensor, channel: Channel, fingerprint: int
+) -> tuple[Tensor, list[RowExchange]]:
+    """[M, K], as :func:`_rows_of_host`, and what brings the rows of other hosts."""
+    gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
+    received_from = gathered.chunk(workspace.world_size)
+    exchanges = exchange_by_host(
+        channel,
+        pieces_of(len(x), x.shape[1] * x.element_size()),
+        lambda _, rows: x[rows],
+        lambda rank, rows: received_from[rank][rows],
+        fingerprint,
     )
+    return _rows_of_host(workspace, x, channel, fingerprint), exchanges
+
+
+def _rows_of_host(workspace: ShardWorkspace, x: Tensor, channel: Channel, fingerprint: int) -> Tensor:
+    """[M, K]: the rows of this host's ranks, in memory of the workspace until its next call. One epoch, of several ranks."""
+    ranks, rows, rank, local = workspace.world_size, len(x), workspace.rank, workspace.group.hosts.local
+    if ranks == 1:
+        return x
+    gathered = workspace.matrix(workspace.gathered, rank, (ranks * rows, x.shape[1]))
+    if local == (rank,):
+        gathered.chunk(ranks)[rank].copy_(x)
+        return gathered
+    own = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)
+    targets = torch.stack([peer * ranks * rows + own for peer in local], dim=1)
+    window = ReceiveWindow(workspace.gathered, channel, 0, fingerprint)
+    scatter_rows(x, targets.flatten(), window, rows_per_rank=ranks * rows, repeats=len(local))
     return gathered
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
+from dlrm_fused.ops.common.exchanges import exchange_by_host, pieces_of
 from dlrm_fused.ops.common.pieces_call import PiecesCall
-from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
+from dlrm_fused.ops.common.products import product, product_in_fp32
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
-from dlrm_fused.symmetric.device import uses_kernels
 
 
 def multiply_and_scatter(
@@ -30,34 +31,47 @@ def multiply_and_scatter(
         call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.gemm_reduce_scatter)
         return Started(call.out, lambda: x)
-    is_alone = workspace.world_size == 1
-    out = x @ factor if is_alone else _scattered_as_rows(workspace, x.float() @ factor.float(), fingerprint)
-    return Started(out, lambda: x)
+    return Started(_scattered_as_rows(workspace, x, factor.T, fingerprint), lambda: x)
 
 
-def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: int) -> Tensor:
-    """Return the sums of an fp32 product: rows go to peers, rounded to the dtype, and are added up in the order of ranks."""
-    ranks, rank, (all_rows, columns) = workspace.world_size, workspace.rank, product.shape
-    rows, hosts = all_rows // ranks, workspace.group.hosts
-    received = workspace.matrix(workspace.received, rank, (ranks, rows, columns))
-    numbers = torch.arange(rows, dtype=torch.int32, device=product.device)
-    # The p-th block of rows goes to rank p as block ``rank`` there, to another host's rank as a slice.
-    targets = [peer * all_rows + numbers + (0 if peer in hosts.remote else rank * rows) for peer in range(ranks)]
-    targets[rank] = torch.full_like(numbers, -1)
-    scatter_rows(
-        product.to(workspace.dtype),
-        torch.cat(targets),
-        workspace.window_of(workspace.received, fingerprint),
-        rows_per_rank=all_rows,
-        received={peer: numbers.long() + peer * rows for peer in hosts.remote},
-        # Not for host code, which would store this rank's rows, too.
-        by_rank=ItemsByRank.equal(all_rows, all_rows, ranks) if uses_kernels(product.device) else None,
+def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fingerprint: int) -> Tensor:
+    """The operator's result, without kernels or between hosts: products go to peers, rounded, while others are computed."""
+    ranks, rank, hosts = workspace.world_size, workspace.rank, workspace.group.hosts
+    (all_rows, _), columns, shards = x.shape, len(weight), x.chunk(ranks)
+    rows = all_rows // ranks
+    # Of other hosts' ranks; an ordinary tensor, of which a product makes the result.
+    parts = {peer: x.new_empty(rows, columns) for peer in hosts.remote}
+    exchanges = exchange_by_host(
+        workspace.channel,
+        pieces_of(rows, columns * x.element_size()),
+        lambda peer, piece: product(shards[peer][piece], weight),
+        lambda peer, piece: parts[peer][piece],
+        fingerprint,
     )
-    total = torch.zeros_like(product[:rows])
-    for peer in range(ranks):
-        if peer != rank:
-            total += received[peer].float()
-    return (total + product.view(ranks, rows, columns)[rank]).to(workspace.dtype)
+    neighbours = [peer for peer in hosts.local if peer != rank]
+    if neighbours:
+        numbers = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)
+        scatter_rows(
+            torch.cat([product(shards[peer], weight) for peer in neighbours]),
+            torch.cat([peer * all_rows + numbers for peer in neighbours]),
+            workspace.window_of(workspace.received, fingerprint),
+            rows_per_rank=all_rows,
+        )
+        received = workspace.matrix(workspace.received, rank, (ranks, rows, columns))
+        parts |= {peer: received[peer] for peer in neighbours}
+    if x.device.type == "cuda" and len(parts) == 1:
+        (part,) = parts.values()
+        for piece, exchange in exchanges:
+            exchange.complete()
+            part[piece].addmm_(shards[rank][piece], weight.T)  # adds up in fp32
+        return part
+    own = product_in_fp32(shards[rank], weight)
+    for _, exchange in exchanges:
+        exchange.complete()
+    total = torch.zeros_like(own)
+    for _, part in sorted(parts.items()):
+        total += part
+    return total.add_(own).to(workspace.dtype)
 
 
 class _Scatter(PiecesCall):

@@ -253,12 +253,6 @@ class ItemsByRank:
         bounds = torch.searchsorted(in_order, torch.arange(ranks + 1, device=targets.device) * rows_per_rank)
         return cls(bounds.tolist(), order, in_order, rows_per_rank)
 
-    @classmethod
-    def equal(cls, items: int, rows_per_rank: int, ranks: int, first_row: int = 0, order: Tensor | None = None) -> Self:
-        """Return so many items, in equal blocks: one for each rank, where it begins at ``first_row``."""
-        bounds = range(0, items + 1, items // ranks)
-        return cls(bounds, order, None, rows_per_rank, [first_row] * ranks)
-
     def items(self, rank: int) -> Tensor | slice:
         """Numbers of the items that go to a rank."""
         own = slice(*self.bounds[rank : rank + 2])

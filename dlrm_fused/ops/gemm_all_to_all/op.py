@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
+from dlrm_fused.ops.common.exchanges import exchange_by_host, pieces_of
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
-from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, SCHEDULES, by_rule
+from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, CHUNKS, KERNEL, SCHEDULES, by_rule
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
 from dlrm_fused.ops.schedules import Pair
@@ -42,7 +44,8 @@ def gemm_all_to_all(
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
         schedule: ``kernel``, ``chunks`` or ``chunks_2``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
-            table, or measured here by the first call with a shape. Without a GPU, and between hosts, all are one.
+            table, or measured here by the first call with a shape. Without a GPU all are one. Between hosts rows go in as many
+            pieces as suit them, ``auto`` takes the library's products, and so do both ``chunks``.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -124,8 +127,10 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: 
 
 
 def _choose_schedule(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> str:
-    if scale is not None or workspace.group.hosts.are_many:
+    if scale is not None:
         return KERNEL
+    if workspace.group.hosts.are_many:
+        return CHUNKS
     shape = x.shape[0], weight.shape[0], weight.shape[1]
     return workspace.schedules.choose(
         shape,
@@ -143,7 +148,7 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     result = blocks.receive((rows, columns), workspace.dtype, workspace.result_bytes)
     window = workspace.window(blocks, result, *call)
     if hosts.are_many:
-        _multiply_and_exchange(workspace, x, weight, scale, window)
+        _multiply_and_exchange(workspace, x, weight, scale, window, by_library=schedule in BY_PIECES)
     elif with_kernels:
         gemm(x, weight, window, scale, arrivals=workspace.arrivals)
     else:
@@ -151,56 +156,61 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     return blocks.to_hold(result)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None, out: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T with the bits that kernels send within a host, in ``out``; ``part_of``: as in :func:`gemm`."""
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    part_of: int | None = None,
+    out: Tensor | None = None,
+    *,
+    by_library: bool = False,
+) -> Tensor:
+    """Return x @ weight.T, with the bits of the same schedule within a host, in ``out``; ``part_of``: as in :func:`gemm`."""
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if uses_kernels(x.device):
-        gemm(x, weight, out, scale, part_of=part_of)
+        if by_library:
+            torch.mm(x, weight.T, out=out)
+        else:
+            gemm(x, weight, out, scale, part_of=part_of)
         return out
     product = torch.nn.functional.linear(x.float(), weight.float())
     return out.copy_(product if scale is None else product * scale)
 
 
 def _multiply_and_exchange(
-    workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, window: ReceiveWindow
+    workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, window: ReceiveWindow, *, by_library: bool
 ) -> None:
-    """The products for one host after the other, those for this one last: while one is sent, the next is computed."""
-    hosts, channel, rows, columns = workspace.group.hosts, workspace.channel, len(x), weight.shape[0]
-    rows_of, count = x.chunk(workspace.world_size), len(hosts.ranks)
-    block = window.memory.local[window.offset :]
-    result_from = workspace.rows_of(block, rows, columns).chunk(workspace.world_size)
-    exchanges = []
-    for shift, host in enumerate(hosts.others, start=1):
-        sent = {rank: _product(rows_of[rank], weight, scale, rows) for rank in hosts.ranks[host]}
-        received = {rank: result_from[rank] for rank in hosts.ranks[(hosts.own - shift) % count]}
-        exchanges.append(channel.exchange(sent, received, fingerprint=window.fingerprint))
+    """The products for other hosts, then those for this one: while some travel, the next are computed."""
+    hosts, rows, columns = workspace.group.hosts, len(x), weight.shape[0]
+    rows_of = x.chunk(workspace.world_size)
+    result_from = workspace.rows_of(window.memory.local[window.offset :], rows, columns).chunk(workspace.world_size)
+    multiply = partial(_product, weight=weight, scale=scale, part_of=rows, by_library=by_library)
+    exchanges = exchange_by_host(
+        workspace.channel,
+        pieces_of(len(rows_of[0]), columns * x.element_size()),
+        lambda rank, rows: multiply(rows_of[rank][rows]),
+        lambda rank, rows: result_from[rank][rows],
+        window.fingerprint,
+    )
     if len(hosts.local) == 1:  # nobody else stores here
-        _product(rows_of[hosts.rank], weight, scale, rows, result_from[hosts.rank])
+        multiply(rows_of[hosts.rank], out=result_from[hosts.rank])
     else:
         product = x.new_empty(rows, columns)
         for rank in hosts.local:
-            _product(rows_of[rank], weight, scale, rows, product.chunk(workspace.world_size)[rank])
+            multiply(rows_of[rank], out=product.chunk(workspace.world_size)[rank])
         scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
-    for exchange in exchanges:
+    for _, exchange in exchanges:
         exchange.complete()
 
 
-def _destinations(
-    workspace: GemmWorkspace, rows: int, receivers: Sequence[int] | None = None, *, in_slices: bool = False
-) -> Tensor:
-    """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs; -1 for who is no receiver.
-
-    Args:
-        in_slices: whether those of another host's rank have their number in its slice, in place of the row.
-    """
+def _destinations(workspace: GemmWorkspace, rows: int, receivers: Sequence[int] | None = None) -> Tensor:
+    """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs; -1 for who is no receiver."""
     ranks, rank, device = workspace.world_size, workspace.rank, workspace.device
     first, end = rank * (rows // ranks), (rank + 1) * (rows // ranks)
     first_of_rank = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=device)
     destinations = first_of_rank[:, None] + torch.arange(first, end, dtype=torch.int32, device=device)
     for other in set(range(ranks)) - set(range(ranks) if receivers is None else receivers):
         destinations[other] = -1
-    for other in workspace.group.hosts.remote if in_slices else ():
-        destinations[other] -= first
     return destinations.flatten()
 
 
@@ -229,7 +239,7 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None,
     """The gradients of x, and of the weight unless it is float8.
 
     While the gradients of one rank's rows come from there, those of the rank before are multiplied, this rank's own first.
-    Every rank sends to the next one, then to the one after it, and so on: an epoch each. Between hosts all go at once.
+    Every rank sends to the next one, then to the one after it, and so on: an epoch each.
     """
     workspace = GemmWorkspace.of(handle)
     workspace.begin_call()
@@ -243,20 +253,30 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None,
 def _fetch_between_hosts(
     workspace: GemmWorkspace, gradient: Tensor, weight: Tensor, x_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fill x's gradient; return it and the gradient of this rank's product."""
-    blocks, hosts, rows, ranks = workspace.results, workspace.group.hosts, len(gradient), workspace.world_size
-    numbers = torch.arange(rows, device=gradient.device).chunk(ranks)
-    scatter_rows(
-        gradient,
-        _destinations(workspace, rows, in_slices=True),
-        workspace.window(blocks, blocks.spare, *gradient.shape, "backward"),
-        rows_per_rank=rows,
-        received={rank: numbers[rank] for rank in hosts.remote},
-        by_rank=ItemsByRank.equal(rows, rows, ranks, workspace.rank * (rows // ranks)),
+    """Fill x's gradient; return it and the gradient of this rank's product. While rows of other hosts come, those of this one
+    are multiplied."""
+    hosts, rows, ranks, block = workspace.group.hosts, len(gradient), workspace.world_size, workspace.results.spare
+    fetched = workspace.rows_of(block, *gradient.shape)
+    sent_to, received_from, gradient_of = gradient.chunk(ranks), fetched.chunk(ranks), x_gradient.chunk(ranks)
+    window = workspace.window(workspace.results, block, *gradient.shape, "backward")
+    exchanges = exchange_by_host(
+        workspace.channel,
+        pieces_of(rows // ranks, gradient.shape[1] * gradient.element_size()),
+        lambda rank, rows: sent_to[rank][rows],
+        lambda rank, rows: received_from[rank][rows],
+        window.fingerprint,
     )
-    fetched = workspace.rows_of(blocks.spare, *gradient.shape)
-    for part, own in zip(fetched.chunk(ranks), x_gradient.chunk(ranks), strict=True):
-        torch.mm(part, weight, out=own)  # the same products as within a host, and so the same bits
+    if len(hosts.local) == 1:
+        received_from[hosts.rank].copy_(sent_to[hosts.rank])
+    else:
+        scatter_rows(gradient, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
+    # The same products as within a host, and so the same bits.
+    for rank in hosts.local:
+        torch.mm(received_from[rank], weight, out=gradient_of[rank])
+    for _, exchange in exchanges:
+        exchange.complete()
+    for rank in hosts.remote:
+        torch.mm(received_from[rank], weight, out=gradient_of[rank])
     return x_gradient, fetched
 
 

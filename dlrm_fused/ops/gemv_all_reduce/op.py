@@ -11,6 +11,8 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import launch_options, starts_early
 from dlrm_fused.ops.common.dispatch import Operator
+from dlrm_fused.ops.common.exchanges import pieces_of
+from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
 from dlrm_fused.ops.gemv_all_reduce.copies import CopiedSums
@@ -61,8 +63,8 @@ def gemv_all_reduce(
         norm_eps: added to the mean of squares.
         schedule: ``kernel``, or of 16 bits ``product``, for up to 64 rows on GPUs; ``chunks``, ``scatter`` or ``copies``, for
             more; or ``auto``, which takes the fastest of them: from a table, or measured here by the first call with a shape.
-            In a CUDA graph it may take another than without: all ranks capture a call, or none. Without a GPU, and between
-            hosts, all are one.
+            In a CUDA graph it may take another than without: all ranks capture a call, or none. Without a GPU all are one,
+            and between hosts, where NCCL adds up the library's products.
 
     Returns:
         [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
@@ -150,6 +152,8 @@ _SUMS: dict[str, Callable[..., Callable[[GemvWorkspace, Inputs], Tensor]]] = {
 
 def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
     """Return what makes calls of the layout of these inputs: the sum, and its norm where the operator has it, else empty."""
+    if workspace.channel.can_all_reduce:
+        return _sum_by_nccl
     if not workspace.sums_by_kernel:
         return _sum_over_hosts
     if len(inputs.x) <= MAX_ROWS:
@@ -227,16 +231,32 @@ class KernelCall:
         return out, normed
 
 
-def product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T of 16-bit tensors, of which nothing is rounded to 16 bits."""
-    if x.device.type == "cpu":
-        return torch.nn.functional.linear(x.float(), weight.float())
-    return torch.mm(x, weight.T, out_dtype=torch.float32)
+def _sum_by_nccl(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The sum between GPUs of several hosts: while NCCL adds up some rows, the next ones are multiplied."""
+    x, weight, *_ = inputs
+    out, summand, sums = x.new_empty(len(x), len(weight)), _summand(inputs) if workspace.rank == 0 else None, []
+    for rows in pieces_of(len(x), len(weight) * x.element_size()):
+        if summand is None:
+            torch.mm(x[rows], weight.T, out=out[rows])
+        else:
+            torch.addmm(summand[rows], x[rows], weight.T, out=out[rows])
+        sums.append(workspace.channel.all_reduce(out[rows]))
+    for begun in sums:
+        begun.finish()
+    return _without_norm(out)
+
+
+def _summand(inputs: Inputs) -> Tensor | None:
+    """[m, N]: residual and bias, which one rank adds to its product, so that nothing has to read the sums again."""
+    _, _, bias, residual, *_ = inputs
+    if bias is None:
+        return residual
+    return bias.expand(inputs.shape[:2]) if residual is None else residual + bias
 
 
 def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The sum between processes on the CPU, and between the ranks of several hosts."""
-    total = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
+    """The sum between processes on the CPU, and between the ranks of several hosts without NCCL."""
+    total = product_in_fp32(inputs.x, inputs.weight)
     workspace.sums.sum(total, inputs.fingerprint("hosts"))
     for part in (inputs.bias, inputs.residual):
         if part is not None:

@@ -68,7 +68,8 @@ class GemvWorkspace(MatrixWorkspace):
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
-                1.5 kB * (ranks + 3) * max_columns, for more of them four times the result besides.
+                1.5 kB * (ranks + 3) * max_columns, for more of them four times the result besides. NCCL, between hosts,
+                needs none.
             measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
 
         Raises:
@@ -105,7 +106,7 @@ class GemvWorkspace(MatrixWorkspace):
                 self.results = BlockPool.with_spare(group, f"{name}.results", self.parts.size, _HELD_RESULTS)
                 # Copy engines move pieces of products, and of sums.
                 self.pieces = PieceFlags(self.channel, f"{name}.pieces", 2 * MOST_PIECES, has_own_channel=False)
-        else:
+        elif not self.channel.can_all_reduce:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 
     def buffer_args(self, *, flagged: bool) -> ReceiveBuffer:
