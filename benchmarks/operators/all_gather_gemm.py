@@ -74,6 +74,13 @@ def in_fp64(pair: Pair, x: Tensor, weight: Tensor) -> Tensor:
     return right(dist.group.WORLD, x.double(), weight.double())
 
 
+def products_of_shards(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the result of the gathering operator, each rank's rows multiplied by themselves. Collective."""
+    shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, x)
+    return torch.cat([torch.mm(shard, weight.T) for shard in shards])
+
+
 def tolerance_of(pair: Pair) -> float:
     return largest_error(terms_are_rounded=not pair.moves_first)
 
@@ -113,7 +120,8 @@ class LayerCase(ProductCase):
         def by_schedule(schedule: str, number: int) -> Tensor:
             return call(self.workspace, self.cell.pair, *self.operands[number], schedule)
 
-        own = {name: partial(by_schedule, name) for name in NAMES[self.cell.pair]}
+        names = ("auto",) if self.world.symmetric.hosts.are_many else NAMES[self.cell.pair]
+        own = {name: partial(by_schedule, name) for name in names}
         return {"nccl": self.nccl, **own, "gemm": self.library}
 
     def expected(self, stage: str) -> Tensor:
@@ -128,7 +136,9 @@ class LayerCase(ProductCase):
 
 
 def to_compile(world: World, cells: Sequence[Layer]) -> Sequence[Pass]:
-    """Collective."""
+    """Collective. Between hosts the operators have no kernels of their own."""
+    if world.symmetric.hosts.are_many:
+        return []
     workspace = workspace_for(ShardWorkspace, world, cells, "compilation")
 
     @torch.no_grad()
@@ -177,8 +187,8 @@ def stressed(world: World, workspace: ShardWorkspace, cell: Layer, schedule: str
         stress.equal_within(tolerance, partial(in_fp64, cell.pair, x, weight)),
         {"layer": asdict(cell), "schedule": schedule},
         tolerance_to_one_host=None if cell.pair.moves_first else tolerance,
-        # Between hosts all rows are gathered, and then multiplied by torch.
-        as_between_hosts=lambda: [reference(dist.group.WORLD, x, weight)] if cell.pair.moves_first else multiply(schedule),
+        # Between hosts torch multiplies the gathered rows of each rank by themselves.
+        as_between_hosts=lambda: [products_of_shards(x, weight)] if cell.pair.moves_first else multiply(schedule),
     )
 
 

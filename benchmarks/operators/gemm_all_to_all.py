@@ -75,6 +75,8 @@ class GemmCase(ProductCase):
         gemm_all_to_all(first, *self.operands[0])
         for workspace in others:
             workspace.schedules.measured_here.update(first.schedules.measured_here)
+        if self.world.symmetric.hosts.are_many:
+            return "chunks"
         return schedule_of(first, self.cell.m, self.cell.n, self.cell.k)
 
     def multiply(self, number: int, schedule: str = "auto") -> Tensor:
@@ -98,7 +100,8 @@ class GemmCase(ProductCase):
             dist.all_to_all_single(self.received, self.library(number))
             return self.received
 
-        by_schedule = {name: partial(self.multiply, schedule=name) for name in SCHEDULES}
+        names = () if self.world.symmetric.hosts.are_many else SCHEDULES
+        by_schedule = {name: partial(self.multiply, schedule=name) for name in names}
         return {"fused": self.multiply, **by_schedule, "nccl": nccl, "gemm": self.library}
 
     def expected(self, stage: str) -> Tensor:
@@ -127,7 +130,9 @@ class GemmCase(ProductCase):
 
 
 def to_compile(world: World, cells: Sequence[Product]) -> Sequence[Pass]:
-    """Collective."""
+    """Collective. Between hosts the operator has no kernels of its own."""
+    if world.symmetric.hosts.are_many:
+        return []
     workspace = workspace_for(GemmWorkspace, world, cells, "compilation")
 
     @torch.no_grad()
@@ -173,8 +178,8 @@ def stressed(world: World, workspace: GemmWorkspace, cell: Product, number: int)
         stress.equal_within(largest_error(), partial(in_fp64, x, weight)),
         {"product": asdict(cell), "schedule": schedule},
         tolerance_to_one_host=largest_error() if is_of_torch else None,
-        # Between hosts all schedules are one, which has the bits of the kernel.
-        as_between_hosts=lambda: multiply("kernel"),
+        # Between hosts there is one schedule by pieces.
+        as_between_hosts=lambda: multiply("kernel" if schedule == "kernel" else "chunks"),
     )
 
 

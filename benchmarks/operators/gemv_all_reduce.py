@@ -91,7 +91,7 @@ class GemvCase(ProductCase):
 
     def symmetric_buffer(self) -> Tensor | None:
         """In torch's symmetric memory, for the partial results of the all-reduces that need it; None leaves them out."""
-        if self.cell.is_large or self.world.device.type != "cuda":
+        if self.cell.is_large or self.world.device.type != "cuda" or self.world.symmetric.hosts.are_many:
             return None
         buffer = symm_mem.empty(self.cell.m, self.cell.n, dtype=DTYPE, device=self.world.device)
         symm_mem.rendezvous(buffer, self.world.group)
@@ -103,7 +103,7 @@ class GemvCase(ProductCase):
 
     def schedules(self) -> Sequence[str]:
         """Return the schedules among which auto chooses."""
-        if self.world.device.type != "cuda":
+        if not self.workspace.sums_by_kernel:
             return ()
         return (CHUNKS, SCATTER, COPIES) if self.cell.is_large else (KERNEL, PRODUCT)
 

@@ -217,36 +217,40 @@ class Channel:
     def _deadline(self) -> float:
         return time.monotonic() + self.timeout_seconds
 
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, fingerprint: int) -> ChannelExchange:
+    def exchange(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, fingerprint: int, beside: bool = True
+    ) -> ChannelExchange:
         """Begin to exchange slices with ranks of other hosts. Exchanges are to be received in the order in which they begin.
 
         Args:
             sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent.
             received: by rank; contiguous, of the size that the rank sends.
             fingerprint: must be equal on both sides, which TCP compares.
+            beside: whether a GPU may go on meanwhile. Without, the exchange is to be completed at once, and is a little faster.
 
         Raises:
             CommunicationError: the channel has failed.
             UsageError: of messages by TCP, while a CUDA graph is captured.
         """
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
-        return self._began(lambda link: link.exchange(without_empty(sent), without_empty(received), tag))
+        return self._began(lambda link: link.exchange(without_empty(sent), without_empty(received), tag, beside=beside))
 
     @property
     def can_all_reduce(self) -> bool:
         """Whether ranks are on several hosts and have :meth:`all_reduce`: between GPUs, by NCCL."""
         return self._link is not None and self._link.can_all_reduce
 
-    def all_reduce(self, values: Tensor) -> ChannelExchange:
+    def all_reduce(self, values: Tensor, *, beside: bool = True) -> ChannelExchange:
         """Begin to sum over all ranks, in place, as NCCL does; all ranks get the same bits.
 
         Args:
             values: contiguous, of the same size on all ranks, and used by nothing else until the exchange is finished.
+            beside: as of :meth:`exchange`.
 
         Raises:
             CommunicationError: the channel has failed.
         """
-        return self._began(lambda link: link.all_reduce(values))
+        return self._began(lambda link: link.all_reduce(values, beside=beside))
 
     def _began(self, begin: Callable[[Link], Exchange]) -> ChannelExchange:
         self.raise_fault()

@@ -9,6 +9,7 @@ Between CPU processes messages go by TCP, :mod:`~dlrm_fused.symmetric.tcp`, betw
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import queue
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -101,20 +102,24 @@ class Link(ABC):
     failure: LateRankError | None = None
 
     @abstractmethod
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
+    def exchange(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, *, beside: bool = True
+    ) -> Exchange:
         """Begin to send and to receive. Slices from one rank to another arrive in the order in which they are sent.
 
         Args:
             sent: by rank; contiguous, not empty, and unchanged until :meth:`Exchange.finish`.
             received: by rank; contiguous, of the size that the rank sends.
             tag: 32 bits, equal on both sides, which TCP compares.
+            beside: whether a GPU may go on meanwhile; without, NCCL is in the current stream, and 10 us faster.
         """
 
-    def all_reduce(self, values: Tensor) -> Exchange:
+    def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:
         """Begin to sum values over all ranks, in place; ranks have the same bits. Nothing arrives but by the end.
 
         Args:
             values: contiguous, of the same size on all ranks, and used by nothing else until :meth:`Exchange.finish`.
+            beside: as of :meth:`exchange`.
         """
         raise NotImplementedError(f"{type(self).__name__} adds up nothing")
 
@@ -167,25 +172,26 @@ class NcclLink(Link):
         self._thread.start()
         atexit.register(self.close)
 
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
-        return _NcclExchange(self, self._begin(sent, received) if sent or received else None, sent, received)
-
-    def _begin(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> dist.Work:
-        """Begin all messages of an exchange, as one launch of NCCL, which leaves out what is empty.
-
-        That is less for the host than a call for each of few messages (measured with two ranks); it looks at all ranks, though.
-        """
+    def exchange(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, *, beside: bool = True
+    ) -> Exchange:
+        if not sent and not received:
+            return _NcclExchange(self, None, {}, {})
+        # One launch of NCCL, which leaves out what is empty, takes the host less than a call for each of few messages (measured
+        # with two ranks); it looks at all ranks, though.
         to, from_ = [self._nothing] * self._size, [self._nothing] * self._size
         for rank, slice_ in sent.items():
             to[rank] = slice_
         for rank, slice_ in received.items():
             from_[rank] = slice_
         with self.names_failure():
-            return cast(dist.Work, self._nccl.alltoall(from_, to))
+            work = self._nccl.alltoall(from_, to, _options(dist.AllToAllOptions, beside))
+        return _NcclExchange(self, work if beside else None, sent, received)
 
-    def all_reduce(self, values: Tensor) -> Exchange:
+    def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:
         with self.names_failure():
-            return _NcclExchange(self, self._nccl.allreduce([values]), {self._rank: values}, {})
+            work = self._nccl.allreduce([values], _options(dist.AllreduceOptions, beside))
+        return _NcclExchange(self, work if beside else None, {self._rank: values}, {})
 
     def watch(self, deadline: float) -> None:
         event = self._events.popleft() if self._events else torch.cuda.Event()
@@ -285,23 +291,37 @@ class NcclLink(Link):
         return int(self._rank == 0) if silent is None else silent
 
 
+@functools.cache
+def _options(kind: Callable[[], Any], beside: bool) -> Any:
+    options = kind()
+    options.asyncOp = beside
+    return options
+
+
 class _NcclExchange(Exchange):
+    """Args:
+    work: what the current stream has to wait for; None if NCCL is in it.
+    """
+
     def __init__(
         self, link: NcclLink, work: dist.Work | None, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
     ) -> None:
         self._link, self._work, self._received, self._kept = link, work, received, sent
+        self._is_finished = not sent and not received
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
         self.finish(deadline)
         yield from self._received.items()
 
     def finish(self, deadline: float) -> None:
+        if self._is_finished:
+            return
         if self._work is not None:
             with self._link.names_failure():
                 self._work.wait()
-            if not torch.cuda.is_current_stream_capturing():
-                self._link.watch(deadline)
-        self._work, self._kept = None, {}
+        if not torch.cuda.is_current_stream_capturing():
+            self._link.watch(deadline)
+        self._is_finished, self._work, self._kept = True, None, {}
 
 
 def raise_fault(monitor: PeerMonitor, rank: int, channel: int) -> None:

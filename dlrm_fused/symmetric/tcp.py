@@ -51,7 +51,9 @@ class TcpLink(Link):
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 connection.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
 
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
+    def exchange(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, *, beside: bool = True
+    ) -> Exchange:
         incoming = {}
         for rank, slice_ in received.items():
             incoming[rank] = _Incoming(slice_, tag)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
+from dlrm_fused.ops.common import exchanges
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
@@ -119,21 +120,26 @@ def products(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtyp
     def multiply(number: int) -> Results:
         normal = _normal(group, dtype, number)
         x, weight = normal((1 + number % 64) * group.world_size, DEPTH), normal(COLUMNS, DEPTH)
-        result = gemm_all_to_all(workspace, x.requires_grad_(), weight.requires_grad_(), schedule="kernel")
+        schedule = "chunks" if number % 2 else "kernel"
+        result = gemm_all_to_all(workspace, x.requires_grad_(), weight.requires_grad_(), schedule=schedule)
         return Results([result.detach(), *torch.autograd.grad(result, [x], normal(*result.shape))])
 
     return multiply
 
 
 def sums(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
-    """GEMV + AllReduce in fp32."""
+    """GEMV + AllReduce in fp32; in every other call with a bias and a residual."""
     workspace = GemvWorkspace(
         group, name="transports", max_columns=COLUMNS, max_rows=16, dtype=torch.float32, timeout_seconds=timeout_seconds
     )
 
     def multiply(number: int) -> Results:
         normal = _normal(group, torch.float32, number)
-        out, _ = gemv_all_reduce(workspace, normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH))
+        x, weight = normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH)
+        # Of a bias and a residual all ranks have the same; large sums between hosts go in halves, and so do these.
+        bias, residual = (torch.full(shape, 0.1 * number, device=group.device) for shape in ((COLUMNS,), (len(x), COLUMNS)))
+        with mock.patch.object(exchanges, "_HALF_BYTES", 1):
+            out, _ = gemv_all_reduce(workspace, x, weight, *((bias, residual) if number % 2 else (None, None)))
         return Results([], rounding=DEPTH**0.5 * torch.finfo(out.dtype).eps, products=[out])
 
     return multiply

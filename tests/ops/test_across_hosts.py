@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.common import exchanges
 from dlrm_fused.ops.moe import expert_layer
 from dlrm_fused.ops.moe.op import _fake_forward, expert_layer_with_slots
 from dlrm_fused.ops.schedules import Pair
@@ -40,6 +41,21 @@ def test_products_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -
 def test_products_of_sharded_rows_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -> None:
     cases = [GATHERED, SCATTERED, replace(GATHERED, rows=5), replace(SCATTERED, rows=5)]
     layers.check(cases, len(hosts), calls=18, with_gradients=True, hosts=hosts)
+
+
+def cut_into_halves() -> None:
+    exchanges._HALF_BYTES = 1
+
+
+def test_rows_whose_halves_travel_one_after_the_other() -> None:
+    cases = [SCATTERED, replace(SCATTERED, rows=5)]
+    layers.check(cases, 4, calls=8, with_gradients=True, hosts=HOSTS[0], mutate=cut_into_halves)
+
+
+def test_large_messages_alone_are_cut_into_halves() -> None:
+    rows, row_bytes = 4096, 8192
+    assert exchanges.halves_of(rows - 1, row_bytes) == [slice(0, rows - 1)]
+    assert exchanges.halves_of(rows, row_bytes) == [slice(0, rows // 2), slice(rows // 2, rows)]
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -43,13 +43,13 @@ class Nccl:
         self.is_aborted = threading.Event()
         self.is_done = threading.Event()
 
-    def allreduce(self, _: list[Tensor]) -> Any:
+    def allreduce(self, *_: object) -> Any:
         self.is_connected = True
         return SimpleNamespace(wait=lambda: None)
 
-    def alltoall(self, received: list[Tensor], sent: list[Tensor]) -> Any:
+    def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any) -> Any:
         self.begun.append((received, sent))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: None) if options.asyncOp else None
 
     def abort(self) -> None:
         self.is_aborted.set()
@@ -120,6 +120,19 @@ def test_an_exchange_is_one_launch_for_all_ranks(links: list[NcclLink]) -> None:
     assert [slice_.numel() for slice_ in sent] == [0, 0, 3]
     assert received[1] is theirs
     assert sent[2] is mine
+
+
+def test_what_is_not_beside_the_current_stream_has_nothing_to_wait_for_and_is_watched(links: list[NcclLink]) -> None:
+    link, watched = links[0], []
+    link.watch = watched.append  # type: ignore[method-assign]
+    values = torch.ones(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for begun in (link.exchange({2: values}, {}, tag=0, beside=False), link.all_reduce(values, beside=False)):
+            begun.finish(7.0)
+            begun.finish(8.0)
+    assert watched == [7.0, 7.0]
+    del link.watch
 
 
 def test_nothing_to_exchange_is_no_launch(links: list[NcclLink]) -> None:

@@ -10,12 +10,13 @@ from torch import Tensor
 from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import RowExchange, exchange_by_host, pieces_of
+from dlrm_fused.ops.common.exchanges import exchange_by_host
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
 from dlrm_fused.symmetric import Channel
+from dlrm_fused.symmetric.channel import ChannelExchange
 
 
 def gather_and_multiply(
@@ -36,9 +37,9 @@ def gather_and_multiply(
     received_from, out_of = gathered.chunk(workspace.world_size), out.chunk(workspace.world_size)
     for rank in workspace.group.hosts.local:
         torch.mm(received_from[rank], factor, out=out_of[rank])
-    for rows, exchange in exchanges:
+    for exchange in exchanges:
         for rank, shard in exchange.arrivals():
-            torch.mm(shard, factor, out=out_of[rank][rows])
+            torch.mm(shard, factor, out=out_of[rank])
         exchange.finish()
     return Started(out, lambda: gathered)
 
@@ -82,7 +83,7 @@ def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) 
     gathered, exchanges = _rows_of_all_hosts(workspace, x, channel, fingerprint)
 
     def rows() -> Tensor:
-        for _, exchange in exchanges:
+        for exchange in exchanges:
             exchange.complete()
         return gathered
 
@@ -91,17 +92,11 @@ def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) 
 
 def _rows_of_all_hosts(
     workspace: ShardWorkspace, x: Tensor, channel: Channel, fingerprint: int
-) -> tuple[Tensor, list[RowExchange]]:
+) -> tuple[Tensor, list[ChannelExchange]]:
     """[M, K], as :func:`_rows_of_host`, and what brings the rows of other hosts."""
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
     received_from = gathered.chunk(workspace.world_size)
-    exchanges = exchange_by_host(
-        channel,
-        pieces_of(len(x), x.shape[1] * x.element_size()),
-        lambda _, rows: x[rows],
-        lambda rank, rows: received_from[rank][rows],
-        fingerprint,
-    )
+    exchanges = exchange_by_host(channel, lambda _: x, received_from.__getitem__, fingerprint)
     return _rows_of_host(workspace, x, channel, fingerprint), exchanges
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import exchange_by_host, pieces_of
+from dlrm_fused.ops.common.exchanges import exchange_by_host, halves_of
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.products import product, product_in_fp32
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
+from dlrm_fused.symmetric.channel import ChannelExchange
 
 
 def multiply_and_scatter(
@@ -39,15 +40,18 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
     ranks, rank, hosts = workspace.world_size, workspace.rank, workspace.group.hosts
     (all_rows, _), columns, shards = x.shape, len(weight), x.chunk(ranks)
     rows = all_rows // ranks
-    # Of other hosts' ranks; an ordinary tensor, of which a product makes the result.
+    # Ranks of other hosts send to ordinary tensors, of which one may become the result.
     parts = {peer: x.new_empty(rows, columns) for peer in hosts.remote}
-    exchanges = exchange_by_host(
-        workspace.channel,
-        pieces_of(rows, columns * x.element_size()),
-        lambda peer, piece: product(shards[peer][piece], weight),
-        lambda peer, piece: parts[peer][piece],
-        fingerprint,
-    )
+
+    def exchange(half: slice) -> list[ChannelExchange]:
+        return exchange_by_host(
+            workspace.channel,
+            lambda peer: product(shards[peer][half], weight),
+            lambda peer: parts[peer][half],
+            fingerprint,
+        )
+
+    begun = [(half, one) for half in halves_of(rows, columns * x.element_size()) for one in exchange(half)]
     neighbours = [peer for peer in hosts.local if peer != rank]
     if neighbours:
         numbers = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)
@@ -61,13 +65,13 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
         parts |= {peer: received[peer] for peer in neighbours}
     if x.device.type == "cuda" and len(parts) == 1:
         (part,) = parts.values()
-        for piece, exchange in exchanges:
-            exchange.complete()
-            part[piece].addmm_(shards[rank][piece], weight.T)  # adds up in fp32
+        for half, one in begun:
+            one.complete()
+            part[half].addmm_(shards[rank][half], weight.T)  # adds up in fp32
         return part
     own = product_in_fp32(shards[rank], weight)
-    for _, exchange in exchanges:
-        exchange.complete()
+    for _, one in begun:
+        one.complete()
     total = torch.zeros_like(own)
     for _, part in sorted(parts.items()):
         total += part

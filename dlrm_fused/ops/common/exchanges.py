@@ -1,51 +1,47 @@
-"""Exchanges of rows between hosts in pieces, so that one piece travels while the next one is computed."""
+"""Exchanges of rows between hosts, beside which products are computed.
+
+A library's product may be one wave of programs that hold all multiprocessors until it ends, as on Hopper, and then a message
+that begins beside it waits for that. So messages have a head start: something short comes before the next product in its
+stream. (``torch.distributed._symmetric_memory`` does so too.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import sleep_on_device
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.channel import ChannelExchange
 
-# Bytes of a piece at least, and pieces at most: a message takes the device some ten microseconds, the host three times as long,
-# and smaller products do not fill a GPU.
-_PIECE_BYTES = 8 << 20
-_MOST_PIECES = 4
+# Bytes of a half at least: a message takes the device some ten microseconds, the host three times as long, and smaller products
+# do not fill a GPU. More than two pieces were no faster on two H200s.
+_HALF_BYTES = 16 << 20
+_HEAD_START_SECONDS = 1e-6
 
 
-class RowExchange(NamedTuple):
-    """An exchange that has begun.
-
-    Attributes:
-        rows: of the matrix that goes from one rank to another.
-    """
-
-    rows: slice
-    exchange: ChannelExchange
-
-
-def pieces_of(rows: int, row_bytes: int) -> list[slice]:
-    """Cut the rows that one GPU sends to another one, which have so many bytes each."""
-    pieces = max(1, min(_MOST_PIECES, rows * row_bytes // _PIECE_BYTES))
+def halves_of(rows: int, row_bytes: int) -> list[slice]:
+    """Cut rows of so many bytes each into halves of which one can travel while the other is computed; into one if small."""
+    pieces = 2 if rows * row_bytes >= 2 * _HALF_BYTES else 1
     return [slice(first, last) for first, last in cut(rows, (1,) * pieces)]
 
 
+def let_messages_begin(device: torch.device) -> None:
+    """Give the messages that have been begun a head start on the product that the current stream computes next."""
+    if device.type == "cuda":
+        sleep_on_device(_HEAD_START_SECONDS)
+
+
 def exchange_by_host(
-    channel: Channel,
-    pieces: Sequence[slice],
-    sent: Callable[[int, slice], Tensor],
-    received: Callable[[int, slice], Tensor],
-    fingerprint: int,
-) -> list[RowExchange]:
-    """Begin to exchange rows with one other host after the other, the first piece with all of them first.
+    channel: Channel, sent: Callable[[int], Tensor], received: Callable[[int], Tensor], fingerprint: int
+) -> list[ChannelExchange]:
+    """Begin to exchange rows with one other host after the other.
 
     Args:
-        pieces: of the rows.
-        sent: makes what goes to a rank, contiguous, only when its turn has come.
+        sent: makes what goes to a rank, contiguous, only when its turn has come: what was made before travels meanwhile.
         received: gives the place of what comes from a rank, contiguous.
         fingerprint: as of :meth:`~dlrm_fused.symmetric.Channel.exchange`.
 
@@ -53,10 +49,10 @@ def exchange_by_host(
         CommunicationError: the channel has failed.
     """
     hosts, exchanges = channel.group.hosts, []
-    for rows in pieces:
-        for shift, host in enumerate(hosts.others, start=1):
-            source = (hosts.own - shift) % len(hosts.ranks)
-            slices = {rank: sent(rank, rows) for rank in hosts.ranks[host]}
-            places = {rank: received(rank, rows) for rank in hosts.ranks[source]}
-            exchanges.append(RowExchange(rows, channel.exchange(slices, places, fingerprint=fingerprint)))
+    for shift, host in enumerate(hosts.others, start=1):
+        source = (hosts.own - shift) % len(hosts.ranks)
+        slices = {rank: sent(rank) for rank in hosts.ranks[host]}
+        places = {rank: received(rank) for rank in hosts.ranks[source]}
+        exchanges.append(channel.exchange(slices, places, fingerprint=fingerprint))
+        let_messages_begin(channel.group.device)
     return exchanges

@@ -66,7 +66,7 @@ class FeatureMessages:
         own = self._features[self._channel.group.rank]
         sent = {rank: self._message(self.sent, rank, self._features[rank]) for rank in self.ranks}
         received = {rank: self._message(self._received, rank, own) for rank in self.ranks}
-        self._channel.exchange(sent, received, fingerprint=fingerprint_of("lengths", self._bags)).complete()
+        self._channel.exchange(sent, received, fingerprint=fingerprint_of("lengths", self._bags), beside=False).complete()
         words.index_copy_(1, self._places, self.received_words.transpose(0, 1))
 
     def lengths(self, rank: int, bags: int) -> Tensor:
@@ -90,7 +90,7 @@ class FeatureMessages:
         received = torch.empty(sum(counts), dtype=self._values_dtype, device=values.device)
         parts = dict(zip(self.ranks, received.split(list(counts)), strict=True))
         sent = {rank: _gathered(values, words) for rank, words in zip(self.ranks, sent_words, strict=True)}
-        self._channel.exchange(sent, parts, fingerprint=fingerprint_of("values")).complete()
+        self._channel.exchange(sent, parts, fingerprint=fingerprint_of("values"), beside=False).complete()
         return received
 
     def _lengths_size(self, slots: int) -> int:

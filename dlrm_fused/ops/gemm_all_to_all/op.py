@@ -14,7 +14,7 @@ from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
-from dlrm_fused.ops.common.exchanges import exchange_by_host, pieces_of
+from dlrm_fused.ops.common.exchanges import exchange_by_host
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
@@ -44,8 +44,8 @@ def gemm_all_to_all(
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
         schedule: ``kernel``, ``chunks`` or ``chunks_2``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
-            table, or measured here by the first call with a shape. Without a GPU all are one. Between hosts rows go in as many
-            pieces as suit them, ``auto`` takes the library's products, and so do both ``chunks``.
+            table, or measured here by the first call with a shape. Without a GPU all are one. Between hosts ``auto`` and both
+            ``chunks`` are one, which takes the library's products.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -186,11 +186,7 @@ def _multiply_and_exchange(
     result_from = workspace.rows_of(window.memory.local[window.offset :], rows, columns).chunk(workspace.world_size)
     multiply = partial(_product, weight=weight, scale=scale, part_of=rows, by_library=by_library)
     exchanges = exchange_by_host(
-        workspace.channel,
-        pieces_of(len(rows_of[0]), columns * x.element_size()),
-        lambda rank, rows: multiply(rows_of[rank][rows]),
-        lambda rank, rows: result_from[rank][rows],
-        window.fingerprint,
+        workspace.channel, lambda rank: multiply(rows_of[rank]), result_from.__getitem__, window.fingerprint
     )
     if len(hosts.local) == 1:  # nobody else stores here
         multiply(rows_of[hosts.rank], out=result_from[hosts.rank])
@@ -199,7 +195,7 @@ def _multiply_and_exchange(
         for rank in hosts.local:
             multiply(rows_of[rank], out=product.chunk(workspace.world_size)[rank])
         scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
-    for _, exchange in exchanges:
+    for exchange in exchanges:
         exchange.complete()
 
 
@@ -259,21 +255,15 @@ def _fetch_between_hosts(
     fetched = workspace.rows_of(block, *gradient.shape)
     sent_to, received_from, gradient_of = gradient.chunk(ranks), fetched.chunk(ranks), x_gradient.chunk(ranks)
     window = workspace.window(workspace.results, block, *gradient.shape, "backward")
-    exchanges = exchange_by_host(
-        workspace.channel,
-        pieces_of(rows // ranks, gradient.shape[1] * gradient.element_size()),
-        lambda rank, rows: sent_to[rank][rows],
-        lambda rank, rows: received_from[rank][rows],
-        window.fingerprint,
-    )
+    exchanges = exchange_by_host(workspace.channel, sent_to.__getitem__, received_from.__getitem__, window.fingerprint)
     if len(hosts.local) == 1:
         received_from[hosts.rank].copy_(sent_to[hosts.rank])
     else:
         scatter_rows(gradient, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
-    # The same products as within a host, and so the same bits.
+    # Products are those within a host, and so have the same bits.
     for rank in hosts.local:
         torch.mm(received_from[rank], weight, out=gradient_of[rank])
-    for _, exchange in exchanges:
+    for exchange in exchanges:
         exchange.complete()
     for rank in hosts.remote:
         torch.mm(received_from[rank], weight, out=gradient_of[rank])

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import launch_options, starts_early
 from dlrm_fused.ops.common.dispatch import Operator
-from dlrm_fused.ops.common.exchanges import pieces_of
+from dlrm_fused.ops.common.exchanges import halves_of, let_messages_begin
 from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.common.workspace import check_tensor
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
@@ -119,7 +119,8 @@ def _forward(
         with abort_peers_on_error(workspace.channel):
             _check_inputs(workspace, inputs)
             check_schedule(workspace, schedule, x, weight)
-        call = AutoCall() if schedule == AUTO else _call_of(schedule, workspace, inputs)
+        has_choice = schedule == AUTO and workspace.sums_by_kernel
+        call = AutoCall() if has_choice else _call_of(schedule, workspace, inputs)
         workspace.calls[layout] = call
     return call(workspace, inputs)
 
@@ -153,7 +154,7 @@ _SUMS: dict[str, Callable[..., Callable[[GemvWorkspace, Inputs], Tensor]]] = {
 def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
     """Return what makes calls of the layout of these inputs: the sum, and its norm where the operator has it, else empty."""
     if workspace.channel.can_all_reduce:
-        return _sum_by_nccl
+        return SumsByNccl(inputs)
     if not workspace.sums_by_kernel:
         return _sum_over_hosts
     if len(inputs.x) <= MAX_ROWS:
@@ -231,19 +232,35 @@ class KernelCall:
         return out, normed
 
 
-def _sum_by_nccl(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The sum between GPUs of several hosts: while NCCL adds up some rows, the next ones are multiplied."""
-    x, weight, *_ = inputs
-    out, summand, sums = x.new_empty(len(x), len(weight)), _summand(inputs) if workspace.rank == 0 else None, []
-    for rows in pieces_of(len(x), len(weight) * x.element_size()):
-        if summand is None:
-            torch.mm(x[rows], weight.T, out=out[rows])
-        else:
-            torch.addmm(summand[rows], x[rows], weight.T, out=out[rows])
-        sums.append(workspace.channel.all_reduce(out[rows]))
-    for begun in sums:
-        begun.finish()
-    return _without_norm(out)
+class SumsByNccl:
+    """Calls of one layout between GPUs of several hosts: while NCCL adds up some rows, the next ones are multiplied."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        rows, self._columns, _ = inputs.shape
+        self._pieces = halves_of(rows, self._columns * inputs.x.element_size())
+
+    def __call__(self, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        x, factor, channel = inputs.x, inputs.weight.T, workspace.channel
+        out = x.new_empty(x.shape[0], self._columns)
+        summand = _summand(inputs) if workspace.rank == 0 else None
+        *earlier, last = self._pieces
+        sums = []
+        for rows in earlier:
+            _multiply(x[rows], factor, None if summand is None else summand[rows], out[rows])
+            sums.append(channel.all_reduce(out[rows]))
+            let_messages_begin(workspace.device)
+        _multiply(x[last], factor, None if summand is None else summand[last], out[last])
+        sums.append(channel.all_reduce(out[last], beside=False))
+        for begun in sums:
+            begun.finish()
+        return _without_norm(out)
+
+
+def _multiply(x: Tensor, factor: Tensor, summand: Tensor | None, out: Tensor) -> None:
+    if summand is None:
+        torch.mm(x, factor, out=out)
+    else:
+        torch.addmm(summand, x, factor, out=out)
 
 
 def _summand(inputs: Inputs) -> Tensor | None:

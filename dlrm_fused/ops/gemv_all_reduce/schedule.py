@@ -48,7 +48,7 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
 
 
 def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str], object]) -> str:
-    """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
+    """Return the schedule that ``auto`` takes for a call of kernels. Collective: all ranks choose alike.
 
     Args:
         run: makes the call by a schedule.
@@ -62,7 +62,7 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
         names = [KERNEL] + [PRODUCT] * has_product
     else:
         names = [CHUNKS, *_BY_SHARDS * _has_shards(workspace, shape)]
-    if not workspace.sums_by_kernel or len(names) == 1:
+    if len(names) == 1:
         return names[0]
     return workspace.schedules.choose(shape, names, run, rule=lambda: _by_rule(workspace, shape))
 

@@ -207,7 +207,7 @@ class HostBoundary:
         return arrived
 
     def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str) -> None:
-        self._channel.exchange(sent, received, fingerprint=fingerprint_of(what, self._experts)).complete()
+        self._channel.exchange(sent, received, fingerprint=fingerprint_of(what, self._experts), beside=False).complete()
 
 
 def _by_rank(ranks: Sequence[int], slices: Sequence[Tensor] | Tensor) -> dict[int, Tensor]:
