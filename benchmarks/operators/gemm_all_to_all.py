@@ -15,8 +15,9 @@ from benchmarks.common.harness import Work, World
 from benchmarks.operators import stress
 from benchmarks.operators.case import DTYPE, Operator, Pass
 from benchmarks.operators.products import MatrixProduct, Multiply, ProductCase, draw_operands, largest_error, workspace_for
-from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, reference, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
+from dlrm_fused.ops.gemm_all_to_all.schedule import CHUNKS, KERNEL
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.rule import SPACE
@@ -76,7 +77,7 @@ class GemmCase(ProductCase):
         for workspace in others:
             workspace.schedules.measured_here.update(first.schedules.measured_here)
         if self.world.symmetric.hosts.are_many:
-            return "chunks"
+            return CHUNKS
         return schedule_of(first, self.cell.m, self.cell.n, self.cell.k)
 
     def multiply(self, number: int, schedule: str = "auto") -> Tensor:
@@ -178,8 +179,8 @@ def stressed(world: World, workspace: GemmWorkspace, cell: Product, number: int)
         stress.equal_within(largest_error(), partial(in_fp64, x, weight)),
         {"product": asdict(cell), "schedule": schedule},
         tolerance_to_one_host=largest_error() if is_of_torch else None,
-        # Between hosts there is one schedule by pieces.
-        as_between_hosts=lambda: multiply("kernel" if schedule == "kernel" else "chunks"),
+        # Between hosts the library multiplies all rows of a small product at once.
+        as_between_hosts=lambda: multiply(schedule) if schedule == KERNEL else [reference(dist.group.WORLD, x, weight)],
     )
 
 

@@ -195,7 +195,7 @@ class Channel:
         kind, peer, awaited = (int(self._control[word]) for word in (_KIND, _PEER, _AWAITED))
         lost, refused = self.group.peer_monitor.lost_peer(), self.group.peer_monitor.refused_peer(self._number)
         # The host waits for none of NCCL's messages.
-        link = self._link if self._link is not None and self._link.can_be_captured else None
+        link = self._link if self.is_by_nccl else None
         # A rank that refuses ends because of that.
         if refused is not None and kind == 0 and (link is not None or refused == lost):
             return Why.has_refused, refused, _READY
@@ -223,7 +223,8 @@ class Channel:
         """Begin to exchange slices with ranks of other hosts. Exchanges are to be received in the order in which they begin.
 
         Args:
-            sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent.
+            sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent. NCCL takes
+                them to any rank of the group.
             received: by rank; contiguous, of the size that the rank sends.
             fingerprint: must be equal on both sides, which TCP compares.
             beside: whether a GPU may go on meanwhile. Without, the exchange is to be completed at once, and is a little faster.
@@ -236,12 +237,12 @@ class Channel:
         return self._began(lambda link: link.exchange(without_empty(sent), without_empty(received), tag, beside=beside))
 
     @property
-    def can_all_reduce(self) -> bool:
-        """Whether ranks are on several hosts and have :meth:`all_reduce`: between GPUs, by NCCL."""
-        return self._link is not None and self._link.can_all_reduce
+    def is_by_nccl(self) -> bool:
+        """Whether slices go to other hosts as messages of NCCL, which has sums as well."""
+        return self._link is not None and self._link.is_nccl
 
     def all_reduce(self, values: Tensor, *, beside: bool = True) -> ChannelExchange:
-        """Begin to sum over all ranks, in place, as NCCL does; all ranks get the same bits.
+        """Begin to sum over all ranks, in place; all get the same bits. Of a channel that :attr:`is_by_nccl`.
 
         Args:
             values: contiguous, of the same size on all ranks, and used by nothing else until the exchange is finished.
@@ -256,7 +257,7 @@ class Channel:
         self.raise_fault()
         link = self._link
         assert link is not None, f"channel {self.name}: all ranks are on one host"
-        if not link.can_be_captured and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not link.is_nccl and self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages by TCP; call this outside of one")
         try:
             return ChannelExchange(self, begin(link))

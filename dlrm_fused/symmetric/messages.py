@@ -92,13 +92,11 @@ class Link(ABC):
     """A channel that transfers slices. One thread at a time begins its exchanges, in the same order on all ranks.
 
     Attributes:
-        can_be_captured: whether a CUDA graph can have exchanges.
-        can_all_reduce: whether it has :meth:`all_reduce`.
+        is_nccl: whether messages are NCCL's: a CUDA graph can have them, they can go to this rank, too, and there are sums.
         failure: what ended the exchanges that nobody waits for on the host; None as long as nothing has.
     """
 
-    can_be_captured = False
-    can_all_reduce = False
+    is_nccl = False
     failure: LateRankError | None = None
 
     @abstractmethod
@@ -115,13 +113,13 @@ class Link(ABC):
         """
 
     def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:
-        """Begin to sum values over all ranks, in place; ranks have the same bits. Nothing arrives but by the end.
+        """Begin to sum values over all ranks, in place; ranks have the same bits. By NCCL alone.
 
         Args:
             values: contiguous, of the same size on all ranks, and used by nothing else until :meth:`Exchange.finish`.
             beside: as of :meth:`exchange`.
         """
-        raise NotImplementedError(f"{type(self).__name__} adds up nothing")
+        raise NotImplementedError(f"{type(self).__name__} has no sums")
 
     def watch(self, deadline: float) -> None:  # noqa: B027
         """End the exchanges that the current stream has begun if they are not done by then, of :func:`time.monotonic`.
@@ -147,8 +145,7 @@ class NcclLink(Link):
         name: the same on all ranks, and of no other messages.
     """
 
-    can_be_captured = True
-    can_all_reduce = True
+    is_nccl = True
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peer_monitor: PeerMonitor, name: str) -> None:
         store = default_store()

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
-from dlrm_fused.ops.common import exchanges
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce import op as gemv_all_reduce_op
 from dlrm_fused.ops.moe import ExpertWorkspace, between_hosts, expert_layer
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank
@@ -122,7 +122,12 @@ def products(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtyp
         x, weight = normal((1 + number % 64) * group.world_size, DEPTH), normal(COLUMNS, DEPTH)
         schedule = "chunks" if number % 2 else "kernel"
         result = gemm_all_to_all(workspace, x.requires_grad_(), weight.requires_grad_(), schedule=schedule)
-        return Results([result.detach(), *torch.autograd.grad(result, [x], normal(*result.shape))])
+        (of_x,) = torch.autograd.grad(result, [x], normal(*result.shape))
+        if schedule == "kernel":
+            return Results([of_x, result.detach()])
+        # The library multiplies all rows of a small product at once between hosts, those of each rank by themselves within one.
+        rounding = torch.finfo(dtype).eps * (DEPTH**0.5 if dtype == torch.float32 else 1.0)
+        return Results([of_x], rounding=rounding, products=[result.detach()])
 
     return multiply
 
@@ -138,7 +143,7 @@ def sums(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
         x, weight = normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH)
         # Of a bias and a residual all ranks have the same; large sums between hosts go in halves, and so do these.
         bias, residual = (torch.full(shape, 0.1 * number, device=group.device) for shape in ((COLUMNS,), (len(x), COLUMNS)))
-        with mock.patch.object(exchanges, "_HALF_BYTES", 1):
+        with mock.patch.object(gemv_all_reduce_op, "_BYTES_IN_HALVES", 1):
             out, _ = gemv_all_reduce(workspace, x, weight, *((bias, residual) if number % 2 else (None, None)))
         return Results([], rounding=DEPTH**0.5 * torch.finfo(out.dtype).eps, products=[out])
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.common import exchanges
+from dlrm_fused.ops.all_gather_gemm import scatter
+from dlrm_fused.ops.common.exchanges import halves_of
 from dlrm_fused.ops.moe import expert_layer
 from dlrm_fused.ops.moe.op import _fake_forward, expert_layer_with_slots
 from dlrm_fused.ops.schedules import Pair
@@ -44,7 +45,7 @@ def test_products_of_sharded_rows_and_their_gradients_with_a_straggler(hosts: tu
 
 
 def cut_into_halves() -> None:
-    exchanges._HALF_BYTES = 1
+    scatter._BYTES_IN_HALVES = 1
 
 
 def test_rows_whose_halves_travel_one_after_the_other() -> None:
@@ -54,8 +55,8 @@ def test_rows_whose_halves_travel_one_after_the_other() -> None:
 
 def test_large_messages_alone_are_cut_into_halves() -> None:
     rows, row_bytes = 4096, 8192
-    assert exchanges.halves_of(rows - 1, row_bytes) == [slice(0, rows - 1)]
-    assert exchanges.halves_of(rows, row_bytes) == [slice(0, rows // 2), slice(rows // 2, rows)]
+    assert halves_of(rows - 1, row_bytes, rows * row_bytes) == [slice(0, rows - 1)]
+    assert halves_of(rows, row_bytes, rows * row_bytes) == [slice(0, rows // 2), slice(rows // 2, rows)]
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

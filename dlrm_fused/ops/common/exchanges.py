@@ -17,15 +17,16 @@ from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.channel import ChannelExchange
 
-# Bytes of a half at least: a message takes the device some ten microseconds, the host three times as long, and smaller products
-# do not fill a GPU. More than two pieces were no faster on two H200s.
-_HALF_BYTES = 16 << 20
 _HEAD_START_SECONDS = 1e-6
 
 
-def halves_of(rows: int, row_bytes: int) -> list[slice]:
-    """Cut rows of so many bytes each into halves of which one can travel while the other is computed; into one if small."""
-    pieces = 2 if rows * row_bytes >= 2 * _HALF_BYTES else 1
+def halves_of(rows: int, row_bytes: int, least_bytes: int) -> list[slice]:
+    """Cut rows of so many bytes each into halves, of which one can travel while the other is computed.
+
+    Rows of less than ``least_bytes`` stay together: a message takes the device some ten microseconds, the host three times as
+    long, and smaller products do not fill a GPU. (More than two pieces were no faster on two H200s.)
+    """
+    pieces = 2 if rows * row_bytes >= least_bytes else 1
     return [slice(first, last) for first, last in cut(rows, (1,) * pieces)]
 
 

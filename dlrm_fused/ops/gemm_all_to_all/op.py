@@ -177,17 +177,27 @@ def _product(
     return out.copy_(product if scale is None else product * scale)
 
 
+# Multiplications below which the parts of a product take longer than what can be hidden beside them: two H200s.
+_WORK_IN_PARTS = 1 << 33
+
+
 def _multiply_and_exchange(
     workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, window: ReceiveWindow, *, by_library: bool
 ) -> None:
-    """The products for other hosts, then those for this one: while some travel, the next are computed."""
-    hosts, rows, columns = workspace.group.hosts, len(x), weight.shape[0]
+    """The products for other hosts, then those for this one: while some travel, the next are computed.
+
+    Of a small product by the library, NCCL takes rows to all ranks, when all are there.
+    """
+    hosts, channel, rows, columns = workspace.group.hosts, workspace.channel, len(x), weight.shape[0]
     rows_of = x.chunk(workspace.world_size)
     result_from = workspace.rows_of(window.memory.local[window.offset :], rows, columns).chunk(workspace.world_size)
+    if by_library and channel.is_by_nccl and rows * weight.numel() < _WORK_IN_PARTS:
+        products = torch.mm(x, weight.T).chunk(workspace.world_size)
+        sent, received = dict(enumerate(products)), dict(enumerate(result_from))
+        channel.exchange(sent, received, fingerprint=window.fingerprint, beside=False).complete()
+        return
     multiply = partial(_product, weight=weight, scale=scale, part_of=rows, by_library=by_library)
-    exchanges = exchange_by_host(
-        workspace.channel, lambda rank: multiply(rows_of[rank]), result_from.__getitem__, window.fingerprint
-    )
+    exchanges = exchange_by_host(channel, lambda rank: multiply(rows_of[rank]), result_from.__getitem__, window.fingerprint)
     if len(hosts.local) == 1:  # nobody else stores here
         multiply(rows_of[hosts.rank], out=result_from[hosts.rank])
     else:

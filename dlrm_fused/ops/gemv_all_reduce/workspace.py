@@ -106,7 +106,7 @@ class GemvWorkspace(MatrixWorkspace):
                 self.results = BlockPool.with_spare(group, f"{name}.results", self.parts.size, _HELD_RESULTS)
                 # Copy engines move pieces of products, and of sums.
                 self.pieces = PieceFlags(self.channel, f"{name}.pieces", 2 * MOST_PIECES, has_own_channel=False)
-        elif not self.channel.can_all_reduce:
+        elif not self.channel.is_by_nccl:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 
     def buffer_args(self, *, flagged: bool) -> ReceiveBuffer:
