@@ -232,7 +232,7 @@ class KernelCall:
         return out, normed
 
 
-# Of results that two H200s summed faster so.
+# Two H200s were faster so from this size of the result on.
 _BYTES_IN_HALVES = 64 << 20
 
 
