@@ -30,7 +30,7 @@ from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import ErrorStore, Rank, choose_device, process_group
-from tests.distributed.launch import RankFailed, run_ranks, train
+from tests.distributed.launch import RankFailed, on_hosts, run_ranks, train
 
 HISTORY, DIM, DENSE, MAX_IDS = 70, 4, 3, 3
 SPARSE = {"user": 11, "item": 7}
@@ -194,6 +194,17 @@ def test_kept_histories_of_hstu_do_likewise(ranks: int, fused: bool) -> None:
     assert expected.std() > 0.01
     for result in run_ranks(ranks, with_hstu, fused, scores, requests, [1, 64, 7]):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("work", [with_scorer, with_hstu])
+def test_ranks_of_several_hosts_do_likewise(work: Callable[..., Any]) -> None:
+    requests = Requests([1, HISTORY], count=72)
+    expected = requests.of_full_model("hstu" if work is with_hstu else "transformer")
+    dtypes = [] if work is with_hstu else [torch.float32]
+    results = run_ranks(4, on_hosts, (0, 0, 1, 1), work, True, *dtypes, scores, requests, [1, 64, 7])
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(result, results[0])
 
 
 def without_times(scorer: OnlineScorer) -> list[str]:

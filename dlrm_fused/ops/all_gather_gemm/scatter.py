@@ -45,6 +45,7 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
     rows = all_rows // ranks
     # Ranks of other hosts send to ordinary tensors, of which one may become the result.
     parts = {peer: x.new_empty(rows, columns) for peer in hosts.remote}
+    halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES)
 
     def exchange(half: slice) -> list[ChannelExchange]:
         return exchange_by_host(
@@ -52,9 +53,10 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
             lambda peer: product(shards[peer][half], weight),
             lambda peer: parts[peer][half],
             fingerprint,
+            beside=len(halves) * (ranks - 1) > 1,  # nothing is computed beside one message
         )
 
-    begun = [(half, one) for half in halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES) for one in exchange(half)]
+    begun = [(half, one) for half in halves for one in exchange(half)]
     neighbours = [peer for peer in hosts.local if peer != rank]
     if neighbours:
         numbers = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)

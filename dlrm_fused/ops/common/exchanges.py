@@ -37,14 +37,19 @@ def let_messages_begin(device: torch.device) -> None:
 
 
 def exchange_by_host(
-    channel: Channel, sent: Callable[[int], Tensor], received: Callable[[int], Tensor], fingerprint: int
+    channel: Channel,
+    sent: Callable[[int], Tensor],
+    received: Callable[[int], Tensor],
+    fingerprint: int,
+    *,
+    beside: bool = True,
 ) -> list[ChannelExchange]:
     """Begin to exchange rows with one other host after the other.
 
     Args:
         sent: makes what goes to a rank, contiguous, only when its turn has come: what was made before travels meanwhile.
         received: gives the place of what comes from a rank, contiguous.
-        fingerprint: as of :meth:`~dlrm_fused.symmetric.Channel.exchange`.
+        fingerprint, beside: as of :meth:`~dlrm_fused.symmetric.Channel.exchange`.
 
     Raises:
         CommunicationError: the channel has failed.
@@ -54,6 +59,7 @@ def exchange_by_host(
         source = (hosts.own - shift) % len(hosts.ranks)
         slices = {rank: sent(rank) for rank in hosts.ranks[host]}
         places = {rank: received(rank) for rank in hosts.ranks[source]}
-        exchanges.append(channel.exchange(slices, places, fingerprint=fingerprint))
-        let_messages_begin(channel.group.device)
+        exchanges.append(channel.exchange(slices, places, fingerprint=fingerprint, beside=beside))
+        if beside:
+            let_messages_begin(channel.group.device)
     return exchanges
