@@ -26,7 +26,7 @@ from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
-from dlrm_fused.ops.gemv_all_reduce import op as gemv_all_reduce_op
+from dlrm_fused.ops.gemv_all_reduce import between_hosts as sums_between_hosts
 from dlrm_fused.ops.moe import ExpertWorkspace, between_hosts, expert_layer
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank
@@ -143,7 +143,7 @@ def sums(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
         x, weight = normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH)
         # Of a bias and a residual all ranks have the same; large sums between hosts go in halves, and so do these.
         bias, residual = (torch.full(shape, 0.1 * number, device=group.device) for shape in ((COLUMNS,), (len(x), COLUMNS)))
-        with mock.patch.object(gemv_all_reduce_op, "_BYTES_IN_HALVES", 1):
+        with mock.patch.object(sums_between_hosts, "_BYTES_IN_HALVES", 1):
             out, _ = gemv_all_reduce(workspace, x, weight, *((bias, residual) if number % 2 else (None, None)))
         return Results([], rounding=DEPTH**0.5 * torch.finfo(out.dtype).eps, products=[out])
 

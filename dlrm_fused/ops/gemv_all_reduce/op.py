@@ -11,9 +11,9 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import launch_options, starts_early
 from dlrm_fused.ops.common.dispatch import Operator
-from dlrm_fused.ops.common.exchanges import halves_of, let_messages_begin
 from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.common.workspace import check_tensor
+from dlrm_fused.ops.gemv_all_reduce.between_hosts import SumsByNccl, sum_by_hosts
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSums, ScatteredSums
 from dlrm_fused.ops.gemv_all_reduce.copies import CopiedSums
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
@@ -69,7 +69,7 @@ def gemv_all_reduce(
     Returns:
         [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
         arXiv 1910.07467) times ``norm_weight``, or None. ``kernel`` and ``product`` round once, from fp32; the
-        others, the products of the ranks too.
+        others, the products of the ranks too; and NCCL, between hosts, each of its sums.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
@@ -153,13 +153,12 @@ _SUMS: dict[str, Callable[..., Callable[[GemvWorkspace, Inputs], Tensor]]] = {
 
 def _call_of(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> Call:
     """Return what makes calls of the layout of these inputs: the sum, and its norm where the operator has it, else empty."""
-    if workspace.channel.is_by_nccl:
-        return SumsByNccl(inputs)
-    if not workspace.sums_by_kernel:
-        return _sum_over_hosts
-    if len(inputs.x) <= MAX_ROWS:
+    if workspace.sums_by_kernel and len(inputs.x) <= MAX_ROWS:
         return KernelCall(workspace, inputs, is_given=schedule == PRODUCT)
-    sums = _SUMS[schedule](workspace, inputs, inputs.fingerprint(schedule))
+    if workspace.sums_by_kernel:
+        sums = _SUMS[schedule](workspace, inputs, inputs.fingerprint(schedule))
+    else:
+        sums = SumsByNccl(inputs) if workspace.channel.is_by_nccl else sum_by_hosts
     return lambda workspace, inputs: _without_norm(sums(workspace, inputs))
 
 
@@ -230,59 +229,6 @@ class KernelCall:
             product_in_fp32(x, weight) if self._is_given else x, weight, epilogue, out, *self._shared, **self._constants,
         )  # fmt: skip
         return out, normed
-
-
-# Two H200s were faster so from this size of the result on.
-_BYTES_IN_HALVES = 64 << 20
-
-
-class SumsByNccl:
-    """Calls of one layout between GPUs of several hosts: while NCCL adds up some rows, the next ones are multiplied."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        rows, self._columns, _ = inputs.shape
-        self._pieces = halves_of(rows, self._columns * inputs.x.element_size(), _BYTES_IN_HALVES)
-
-    def __call__(self, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        x, factor, channel = inputs.x, inputs.weight.T, workspace.channel
-        out = x.new_empty(x.shape[0], self._columns)
-        summand = _summand(inputs) if workspace.rank == 0 else None
-        *earlier, last = self._pieces
-        sums = []
-        for rows in earlier:
-            _multiply(x[rows], factor, None if summand is None else summand[rows], out[rows])
-            sums.append(channel.all_reduce(out[rows]))
-            let_messages_begin(workspace.device)
-        _multiply(x[last], factor, None if summand is None else summand[last], out[last])
-        sums.append(channel.all_reduce(out[last], beside=False))
-        for begun in sums:
-            begun.finish()
-        return _without_norm(out)
-
-
-def _multiply(x: Tensor, factor: Tensor, summand: Tensor | None, out: Tensor) -> None:
-    if summand is None:
-        torch.mm(x, factor, out=out)
-    else:
-        torch.addmm(summand, x, factor, out=out)
-
-
-def _summand(inputs: Inputs) -> Tensor | None:
-    """[m, N]: residual and bias, which one rank adds to its product, so that nothing has to read the sums again."""
-    _, _, bias, residual, *_ = inputs
-    if bias is None:
-        return residual
-    return bias.expand(inputs.shape[:2]) if residual is None else residual + bias
-
-
-def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The sum between processes on the CPU, and between the ranks of several hosts without NCCL."""
-    total = product_in_fp32(inputs.x, inputs.weight)
-    workspace.sums.sum(total, inputs.fingerprint("hosts"))
-    for part in (inputs.bias, inputs.residual):
-        if part is not None:
-            total += part.float()
-    return _without_norm(total.to(inputs.x.dtype))
 
 
 def _without_norm(out: Tensor) -> tuple[Tensor, Tensor]:
