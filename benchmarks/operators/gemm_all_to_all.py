@@ -17,7 +17,7 @@ from benchmarks.operators.case import DTYPE, Operator, Pass
 from benchmarks.operators.products import MatrixProduct, Multiply, ProductCase, draw_operands, largest_error, workspace_for
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, reference, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.gemm_all_to_all.schedule import CHUNKS, KERNEL
+from dlrm_fused.ops.gemm_all_to_all.schedule import KERNEL
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.rule import SPACE
@@ -76,8 +76,6 @@ class GemmCase(ProductCase):
         gemm_all_to_all(first, *self.operands[0])
         for workspace in others:
             workspace.schedules.measured_here.update(first.schedules.measured_here)
-        if self.world.symmetric.hosts.are_many:
-            return CHUNKS
         return schedule_of(first, self.cell.m, self.cell.n, self.cell.k)
 
     def multiply(self, number: int, schedule: str = "auto") -> Tensor:

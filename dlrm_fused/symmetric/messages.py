@@ -109,7 +109,7 @@ class Link(ABC):
             sent: by rank; contiguous, not empty, and unchanged until :meth:`Exchange.finish`.
             received: by rank; contiguous, of the size that the rank sends.
             tag: 32 bits, equal on both sides, which TCP compares.
-            beside: whether a GPU may go on meanwhile; without, NCCL is in the current stream, and 10 us faster.
+            beside: whether a GPU may go on meanwhile; without, NCCL is in the current stream, and a little faster.
         """
 
     def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:

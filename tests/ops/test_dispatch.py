@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import Operator
 
 RUN = mock.Mock(side_effect=lambda x, factor: x.detach() * factor)
@@ -62,6 +63,14 @@ def test_an_ordinary_call_does_not_need_it(scaled: Operator, dispatched: mock.Mo
         assert x.grad is not None
         assert x.grad.tolist() == [3.0] * 3
     assert not dispatched.called
+
+
+def test_what_it_has_differentiated_cannot_be_differentiated_again(scaled: Operator) -> None:
+    x = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(scaled(x, 2.0).sum(), x, create_graph=True)
+    assert gradient.tolist() == [2.0] * 3
+    with pytest.raises(UsageError, match="no second derivative"):
+        (gradient * x).sum().backward()
 
 
 def test_without_gradients_none_is_recorded(scaled: Operator, dispatched: mock.Mock) -> None:

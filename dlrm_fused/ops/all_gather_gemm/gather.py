@@ -13,9 +13,8 @@ from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.exchanges import exchange_by_host
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import ReceiveWindow, fingerprint_of
+from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
-from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.channel import ChannelExchange
 
 
@@ -29,10 +28,9 @@ def gather_and_multiply(
         call.run(Pair.all_gather_gemm)
         return Started(call.out, call.gathered_rows)
     factor = weight if is_transposed else weight.T
-    if not workspace.group.hosts.are_many:
-        gathered = _rows_of_host(workspace, x, workspace.channel, fingerprint)
+    gathered, exchanges = _begin_to_gather(workspace, x, fingerprint)
+    if not exchanges:
         return Started(gathered @ factor, lambda: gathered)
-    gathered, exchanges = _rows_of_all_hosts(workspace, x, workspace.channel, fingerprint)
     out = x.new_empty(len(gathered), factor.shape[1])
     received_from, out_of = gathered.chunk(workspace.world_size), out.chunk(workspace.world_size)
     for rank in workspace.group.hosts.local:
@@ -76,11 +74,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
 
 
 def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Started:
-    _, channel = workspace.channels
-    if not workspace.group.hosts.are_many:
-        gathered = _rows_of_host(workspace, x, channel, fingerprint)
-        return Started(x, lambda: gathered)
-    gathered, exchanges = _rows_of_all_hosts(workspace, x, channel, fingerprint)
+    gathered, exchanges = _begin_to_gather(workspace, x, fingerprint)
 
     def rows() -> Tensor:
         for exchange in exchanges:
@@ -90,30 +84,22 @@ def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) 
     return Started(x, rows)
 
 
-def _rows_of_all_hosts(
-    workspace: ShardWorkspace, x: Tensor, channel: Channel, fingerprint: int
-) -> tuple[Tensor, list[ChannelExchange]]:
-    """[M, K], as :func:`_rows_of_host`, and what brings the rows of other hosts."""
+def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> tuple[Tensor, list[ChannelExchange]]:
+    """[M, K], in memory of the workspace until its next call: the rows of this host's ranks, and what brings the others'."""
+    if workspace.world_size == 1:
+        return x, []
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
     received_from = gathered.chunk(workspace.world_size)
-    exchanges = exchange_by_host(channel, lambda _: x, received_from.__getitem__, fingerprint)
-    return _rows_of_host(workspace, x, channel, fingerprint), exchanges
-
-
-def _rows_of_host(workspace: ShardWorkspace, x: Tensor, channel: Channel, fingerprint: int) -> Tensor:
-    """[M, K]: the rows of this host's ranks, in memory of the workspace until its next call. One epoch, of several ranks."""
-    ranks, rows, rank, local = workspace.world_size, len(x), workspace.rank, workspace.group.hosts.local
-    if ranks == 1:
-        return x
-    gathered = workspace.matrix(workspace.gathered, rank, (ranks * rows, x.shape[1]))
-    if local == (rank,):
-        gathered.chunk(ranks)[rank].copy_(x)
-        return gathered
-    own = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)
-    targets = torch.stack([peer * ranks * rows + own for peer in local], dim=1)
-    window = ReceiveWindow(workspace.gathered, channel, 0, fingerprint)
-    scatter_rows(x, targets.flatten(), window, rows_per_rank=ranks * rows, repeats=len(local))
-    return gathered
+    exchanges = exchange_by_host(workspace.channel, lambda _: x, received_from.__getitem__, fingerprint)
+    local = workspace.group.hosts.local
+    if len(local) == 1:
+        received_from[workspace.rank].copy_(x)
+        return gathered, exchanges
+    own = torch.arange(len(x), dtype=torch.int32, device=x.device) + workspace.rank * len(x)
+    targets = torch.stack([peer * len(gathered) + own for peer in local], dim=1)
+    window = workspace.window_of(workspace.gathered, fingerprint)
+    scatter_rows(x, targets.flatten(), window, rows_per_rank=len(gathered), repeats=len(local))
+    return gathered, exchanges
 
 
 class _Gather(PiecesCall):

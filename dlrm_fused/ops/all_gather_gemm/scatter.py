@@ -68,6 +68,8 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
         )
         received = workspace.matrix(workspace.received, rank, (ranks, rows, columns))
         parts |= {peer: received[peer] for peer in neighbours}
+    if not parts:
+        return product(x, weight)
     if x.device.type == "cuda" and len(parts) == 1:
         (part,) = parts.values()
         for half, one in begun:

@@ -59,7 +59,7 @@ class ShardWorkspace(MatrixWorkspace):
 
     @property
     def is_by_kernels(self) -> bool:
-        """Whether copy engines and kernels reach all ranks; else rows go by any transport, and then are multiplied."""
+        """Whether copy engines and kernels reach all ranks; else rows go by any transport, and the library multiplies."""
         return self.world_size > 1 and uses_kernels(self.device) and not self.group.hosts.are_many
 
     def close(self) -> None:

@@ -6,13 +6,14 @@ The dispatcher's way through Python takes the host longer than a launch, in a ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dlrm_fused.compat.torch import has_dispatch_mode, is_in_forward_mode, is_profiled
+from dlrm_fused.errors import UsageError
 
 R = TypeVar("R")
 
@@ -55,6 +56,47 @@ def without_autocast(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
+class _LastGradient(torch.autograd.Function):
+    """A gradient as it is, which depends on other tensors, and has no gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *_: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise UsageError(
+            "a gradient that an operator of dlrm_fused has computed is to be differentiated: it has no second derivative; its "
+            "reference in plain torch has"
+        )
+
+
+def differentiable_once(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward pass that records nothing, and whose gradients raise a UsageError if they are differentiated.
+
+    Torch's ``once_differentiable`` lets that pass where only what the forward pass has saved needs a gradient.
+    """
+
+    @functools.wraps(differentiate)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return differentiate(ctx, *gradients)
+        with torch.no_grad():
+            found = differentiate(ctx, *gradients)
+        of = [one for one in (*ctx.saved_tensors, *gradients) if one is not None and one.requires_grad]
+        return _without_gradients(found, of or [torch.zeros((), requires_grad=True)])
+
+    return run
+
+
+def _without_gradients(found: Any, of: Sequence[Tensor]) -> Any:
+    if isinstance(found, Tensor):
+        return _LastGradient.apply(found, *of)
+    if isinstance(found, (tuple, list)):
+        return type(found)(_without_gradients(one, of) for one in found)
+    return found
+
+
 class Operator:
     """An operator that is defined, made known to PyTorch, and called without its dispatcher where nobody needs that."""
 
@@ -70,7 +112,7 @@ class Operator:
         forward: what it runs, on CPUs and GPUs.
         differentiate, save_for_backward: as ``torch.library.register_autograd`` takes them.
         """
-        forward = without_autocast(forward)
+        forward, differentiate = without_autocast(forward), differentiable_once(differentiate)
         torch.library.impl(name, ["cpu", "cuda"], forward)
         torch.library.register_autograd(name, differentiate, setup_context=save_for_backward)
         namespace, short_name = name.split("::")

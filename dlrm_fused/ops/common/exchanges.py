@@ -24,7 +24,7 @@ def halves_of(rows: int, row_bytes: int, least_bytes: int) -> list[slice]:
     """Cut rows of so many bytes each into halves, of which one can travel while the other is computed.
 
     Rows of less than ``least_bytes`` stay together: a message takes the device some ten microseconds, the host three times as
-    long, and smaller products do not fill a GPU. (More than two pieces were no faster on two H200s.)
+    long, and smaller products do not fill a GPU. (More pieces were seldom faster on two H200s.)
     """
     pieces = 2 if rows * row_bytes >= least_bytes else 1
     return [slice(first, last) for first, last in cut(rows, (1,) * pieces)]

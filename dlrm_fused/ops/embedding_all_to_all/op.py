@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.common.dispatch import needs_dispatcher
+from dlrm_fused.ops.common.dispatch import differentiable_once, needs_dispatcher
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
 from dlrm_fused.ops.embedding_all_to_all.inputs import check_lookups, checks_of_call
@@ -212,6 +212,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.prefetched_sort = None if is_traced else EmbeddingWorkspace.of(ctx.handle).prefetch_sort(indices, offsets)
 
 
+@differentiable_once
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     anchor, *weight_gradients = _gradients(ctx, gradient)
     nothing = [None] * ctx.lookups
@@ -245,6 +246,7 @@ class _EmbeddingAllToAll(torch.autograd.Function):
         return output
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         anchor, *weight_gradients = _gradients(ctx, gradient)
         return anchor, None, *weight_gradients

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.common.dispatch import needs_dispatcher
+from dlrm_fused.ops.common.dispatch import differentiable_once, needs_dispatcher
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
@@ -171,6 +171,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(given.sent, given.received)
 
 
+@differentiable_once
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.pooled_all_to_all_backward)
     # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
@@ -199,5 +200,6 @@ class _PooledAllToAll(torch.autograd.Function):
         return output
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *_gradients(ctx, gradient, _return_gradients)

@@ -26,6 +26,8 @@ def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -
 
     The call has x [rows, depth] and a weight [columns, depth] that is not float8.
     """
+    if workspace.group.hosts.are_many:
+        return CHUNKS
     shape = rows, columns, depth
     rule = by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
     return workspace.schedules.known(shape) or rule

@@ -69,7 +69,7 @@ def gemv_all_reduce(
     Returns:
         [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
         arXiv 1910.07467) times ``norm_weight``, or None. ``kernel`` and ``product`` round once, from fp32; the
-        others, the products of the ranks too; and NCCL, between hosts, each of its sums.
+        others, the products of the ranks too; and NCCL, between hosts, bias + residual and each of its sums.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
@@ -131,7 +130,6 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.numbers = longest, most_queries, scale, divisor
 
 
-@once_differentiable
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:5])
     backward = torch.ops.dlrm_fused.hstu_attention_backward

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dispatch import expect_no_gradient, needs_dispatcher, needs_node, without_autocast
+from dlrm_fused.ops.common.dispatch import (
+    differentiable_once,
+    expect_no_gradient,
+    needs_dispatcher,
+    needs_node,
+    without_autocast,
+)
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
@@ -278,6 +284,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(gates, *((rounded_in, rounded_out) if is_rounded else (w_in, w_out)), *held)
 
 
+@differentiable_once
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     return _gradients(ctx, gradient, torch.ops.dlrm_fused.expert_layer_backward)
 
@@ -304,5 +311,6 @@ class _ExpertLayer(torch.autograd.Function):
         return output[0], output[1]
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, gradient, _backward)

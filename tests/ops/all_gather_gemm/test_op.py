@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from dlrm_fused.ops.all_gather_gemm.op import AUTO, NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import cpu_group, run_program, run_ranks
+from tests.distributed.launch import cpu_group, on_hosts, run_program, run_ranks
 from tests.ops.all_gather_gemm.cases import OPERATOR, Case, Inputs, call, check, draw, new_workspace
 from tests.ops.checked_calls import check_reference
 
@@ -143,3 +144,30 @@ def memory_that_stays() -> bool:
 
 def test_a_closed_workspace_gives_its_memory_free_before_the_group_does() -> None:
     assert run_ranks(2, memory_that_stays) == [False, False]
+
+
+def told_while_rank_0_differentiates(refuses: bool) -> tuple[str, float]:
+    """On a rank: its error when rank 1 makes another call than the backward pass, or refuses one, and after how many seconds."""
+    with cpu_group() as group:
+        workspace, own = new_workspace(group), draw(GATHER, group.world_size, 0, torch.float32)[group.rank]
+        out = all_gather_gemm(workspace, own.x.requires_grad_(), own.weight)
+        began = time.monotonic()
+        with pytest.raises(UsageError if refuses and group.rank == 1 else CommunicationError) as raised:
+            if group.rank == 0:
+                out.sum().backward()
+            else:
+                all_gather_gemm(workspace, own.x.detach()[:, :3] if refuses else own.x, own.weight)
+        seconds = time.monotonic() - began
+        dist.barrier()
+        return str(raised.value), seconds
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+@pytest.mark.parametrize(("refuses", "reason"), [(False, "differ in shapes"), (True, "did not take part because of an error")])
+def test_a_rank_that_differentiates_hears_at_once_of_one_that_does_not(
+    refuses: bool, reason: str, hosts: tuple[int, ...]
+) -> None:
+    (told, seconds), _ = run_ranks(2, on_hosts, hosts, told_while_rank_0_differentiates, refuses)
+    assert "rank 1 on" in told
+    assert reason in told
+    assert seconds < 10.0

@@ -26,11 +26,13 @@ from tests.ops.gemm_all_to_all.cases import Case, call, draw, expected, new_work
 EQUAL, WIDE = Case(72, 40, rows=24), Case(80, 40, rows=12)
 
 
-def workspace_on(gpu: str, ranks: int = 4) -> Any:
-    channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda"), process_group=None))
+def workspace_on(gpu: str, ranks: int = 4, *, hosts_are_many: bool = False) -> Any:
+    hosts = SimpleNamespace(are_many=hosts_are_many)
+    group = SimpleNamespace(device=torch.device("cuda"), process_group=None, hosts=hosts)
+    channel: Any = SimpleNamespace(group=group)
     recorded = recorded_schedules(gpu, "gemm_all_to_all", ranks, torch.bfloat16)
     known = Schedules("products", channel, may_measure=True, recorded=recorded)
-    return SimpleNamespace(world_size=ranks, schedules=known, dtype=torch.bfloat16, gpu=H100)
+    return SimpleNamespace(world_size=ranks, schedules=known, dtype=torch.bfloat16, gpu=H100, group=group)
 
 
 def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule() -> None:
@@ -48,6 +50,10 @@ def test_the_table_holds_for_its_gpu_and_its_ranks() -> None:
     assert schedule_of(workspace_on(MEASURED_ON), *shape) == "kernel"
     assert schedule_of(workspace_on(MEASURED_ON, ranks=2), *shape) == "chunks"
     assert schedule_of(workspace_on("another GPU"), *shape) == "chunks"
+
+
+def test_the_table_does_not_hold_between_hosts() -> None:
+    assert schedule_of(workspace_on(MEASURED_ON, hosts_are_many=True), 32768, 4096, 4096) == "chunks"
 
 
 def test_the_rule_knows_slow_links() -> None:
