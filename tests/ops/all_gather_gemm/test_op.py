@@ -147,7 +147,7 @@ def test_a_closed_workspace_gives_its_memory_free_before_the_group_does() -> Non
 
 
 def told_while_rank_0_differentiates(refuses: bool) -> tuple[str, float]:
-    """On a rank: its error when rank 1 makes another call than the backward pass, or refuses one, and after how many seconds."""
+    """On a rank: its error when rank 1 makes another call than the backward pass, or refuses it, after how many seconds."""
     with cpu_group() as group:
         workspace, own = new_workspace(group), draw(GATHER, group.world_size, 0, torch.float32)[group.rank]
         out = all_gather_gemm(workspace, own.x.requires_grad_(), own.weight)
