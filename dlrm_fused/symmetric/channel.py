@@ -148,8 +148,11 @@ class Channel:
         this comes before it.
 
         Raises:
+            UsageError: the group is closed.
             CommunicationError: the channel has failed.
         """
+        if self.group.is_closed:
+            raise UsageError(f"channel {self.name}: its group is closed; make a group and a workspace for further calls")
         self.raise_fault()
         self._order.follow()
 
@@ -169,7 +172,7 @@ class Channel:
         kind, peer, awaited = fault
         monitor, describe = self.group.peer_monitor, self.group.peer_monitor.describe
         where, here, lost = f"channel {self.name}", describe(self.group.rank), monitor.lost_peer()
-        if self._control[_KIND]:
+        if self._control[_KIND] and len(self.group.hosts.local) > 1:  # else it has no epochs
             where += f", epoch {self._control[_FAULT_EPOCH]}"
         if kind == Why.has_refused:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
@@ -453,10 +456,12 @@ class ChannelExchange:
 
 @contextmanager
 def abort_peers_on_error(channel: Channel) -> Iterator[None]:
-    """Around the checks of a call: a rank whose inputs are wrong tells the others, which would wait for it."""
+    """Around the checks of a call: a rank whose inputs are wrong, or no tensors, tells the others, which would wait for it."""
     try:
         yield
-    except UsageError:
+    except CommunicationError:
+        raise
+    except Exception:
         channel.refuse()
         raise
 

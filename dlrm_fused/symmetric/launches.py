@@ -41,7 +41,8 @@ class Remembered(dict[Hashable, V]):
 
 def layout_of(*tensors: Tensor | None) -> Hashable:
     """Return the properties of tensors by which they are checked and kernels compiled; equal ones can be treated alike."""
-    return tuple([t if t is None else (t.shape, t.stride(), *_kind_of(t)) for t in tensors])
+    # What is no tensor is refused by the checks.
+    return tuple([(t.shape, t.stride(), *_kind_of(t)) if isinstance(t, Tensor) else type(t) for t in tensors])
 
 
 def kinds_of(*tensors: Tensor | None) -> Hashable:

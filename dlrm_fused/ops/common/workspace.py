@@ -100,9 +100,18 @@ class Workspace:
             UsageError: there is none, or no more.
         """
         workspace = _workspaces.get(handle)
+        if workspace is not None and not isinstance(workspace, cls):
+            raise UsageError(f"{workspace.name}: it is a {type(workspace).__name__}; this operator needs a {cls.__name__}")
         if not isinstance(workspace, cls):
             raise UsageError(f"workspace={handle}: no such {cls.__name__} in this process; keep it alive as long as it is used")
         return workspace
+
+    def __deepcopy__(self, _: object) -> Self:
+        """Return the same workspace, as for modules that are copied: what they call is shared."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError(f"{self.name}: a workspace cannot be pickled; save the state_dict() of the module that holds it")
 
     def window(self, pool: BlockPool, block: Tensor, *what: Hashable) -> ReceiveWindow:
         """Return the window of one call, in which this rank receives in a block of a pool; ``what`` is equal on all ranks."""

@@ -231,9 +231,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.dlrm_fused.gemm_all_to_all_backward
-    x_gradient, weight_gradient = backward(gradient, *ctx.saved_tensors, ctx.handle)
-    return (x_gradient, None if ctx.saved_tensors[1].dtype == FP8 else weight_gradient, None, None, None)
+    x, weight, scale = ctx.saved_tensors  # once: with activation checkpointing it computes them
+    x_gradient, weight_gradient = torch.ops.dlrm_fused.gemm_all_to_all_backward(gradient, x, weight, scale, ctx.handle)
+    return (x_gradient, None if weight.dtype == FP8 else weight_gradient, None, None, None)
 
 
 _operator = Operator("dlrm_fused::gemm_all_to_all", _forward, _differentiate, _save_for_backward)

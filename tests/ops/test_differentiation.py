@@ -1,4 +1,7 @@
-"""Gradients with ``create_graph=True``, on one host and on two: they are those without it, and have no gradients themselves."""
+"""Gradients as callers ask torch for them, on one host and on two: with ``create_graph=True`` and activation checkpointing.
+
+They are the same as without; and they have no gradients themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dlrm_fused import (
     EmbeddingWorkspace,
@@ -69,6 +73,23 @@ def differentiated_twice() -> dict[str, tuple[bool, str]]:
     return found
 
 
+def checkpointed() -> dict[str, tuple[bool, bool]]:
+    """On a rank: by operator, whether the gradients with activation checkpointing of either kind are those without."""
+    found = {}
+    with cpu_group() as group:
+        for name, (call, leaves) in calls(group).items():
+            wanted = torch.autograd.grad(call().square().sum(), leaves)
+            gradients = []
+            for use_reentrant in (False, True):
+                out = checkpoint(lambda _, call=call: call(), leaves[0], use_reentrant=use_reentrant)
+                out.square().sum().backward()
+                gradients.append([one.grad for one in leaves])
+                for one in leaves:
+                    one.grad = None
+            found[name] = tuple(all(map(torch.equal, own, wanted)) for own in gradients)
+    return found
+
+
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([one.square().sum() for one in tensors]).sum()
 
@@ -80,3 +101,10 @@ def test_there_are_first_derivatives_alone(hosts: tuple[int, ...]) -> None:
         for name, (is_same, told) in by_operator.items():
             assert is_same, name
             assert "no second derivative" in told
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+def test_activation_checkpointing_changes_no_gradient(hosts: tuple[int, ...]) -> None:
+    for by_operator in run_ranks(RANKS, on_hosts, hosts, checkpointed):
+        assert by_operator == dict.fromkeys(by_operator, (True, True))
+        assert len(by_operator) == 6
