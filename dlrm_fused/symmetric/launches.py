@@ -41,7 +41,7 @@ class Remembered(dict[Hashable, V]):
 
 def layout_of(*tensors: Tensor | None) -> Hashable:
     """Return the properties of tensors by which they are checked and kernels compiled; equal ones can be treated alike."""
-    # What is no tensor is refused by the checks.
+    # Checks refuse what is no tensor.
     return tuple([(t.shape, t.stride(), *_kind_of(t)) if isinstance(t, Tensor) else type(t) for t in tensors])
 
 

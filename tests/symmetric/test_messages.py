@@ -251,7 +251,7 @@ def call_with_other_fingerprint(group: SymmetricGroup) -> str:
 def test_ranks_of_two_hosts_with_other_fingerprints_are_told() -> None:
     for rank, message in enumerate(run(APART, call_with_other_fingerprint)):
         assert message == (
-            f"channel step, epoch 1: rank {rank} here and rank {1 - rank} here differ in shapes or settings; "
+            f"channel step: rank {rank} here and rank {1 - rank} here differ in shapes or settings; "
             "all ranks must make the same calls"
         )
 
