@@ -117,6 +117,7 @@ class Channel:
         )
         self._control = self.control.numpy()
         self._fingerprint = self._unit = 0
+        self._has_failed = False
         if not on_gpu:
             self._state = self.state.numpy()
             self._peers = [rank for rank in group.hosts.local if rank != group.rank]
@@ -154,6 +155,11 @@ class Channel:
         if self.group.is_closed:
             raise UsageError(f"channel {self.name}: its group is closed; make a group and a workspace for further calls")
         self.raise_fault()
+        monitor = self.group.peer_monitor
+        # Who goes on would take what that rank has sent for a call that failed there.
+        if monitor.has_bad_news and (peer := monitor.failed_peer(self._number)) is not None:
+            self._has_failed = True
+            raise CommunicationError(f"channel {self.name}: a call has failed on {monitor.describe(peer)}; see its message")
         self._order.follow()
 
     def raise_fault(self) -> None:
@@ -169,6 +175,9 @@ class Channel:
         fault = self._fault()
         if fault is None:
             return
+        if not self._has_failed:
+            self._has_failed = True
+            self.group.peer_monitor.say_failed(self._number)
         kind, peer, awaited = fault
         monitor, describe = self.group.peer_monitor, self.group.peer_monitor.describe
         where, here, lost = f"channel {self.name}", describe(self.group.rank), monitor.lost_peer()

@@ -36,11 +36,12 @@ _KEEPALIVE_PROBES = 3
 # (kind, rank, channel), of which not all kinds need all. A rank says goodbye before it leaves in good order, and tells others
 # of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have already read which
 # rank was the first. A rank that takes no part in an exchange because of an error of its own tells those whom its flags do not
-# reach.
+# reach; and one that makes no more calls, since a call has failed there, tells all.
 _MESSAGE = struct.Struct("!iiq")
 _GOODBYE = 0
 _LOST = 1
 _REFUSED = 2
+_FAILED = 3
 
 
 class PeerMonitor:
@@ -59,6 +60,7 @@ class PeerMonitor:
         self._lost: int | None = None
         self._left: set[int] = set()
         self._refused: dict[int, int] = {}  # by channel, the first rank
+        self._failed: dict[int, int] = {}  # likewise
         self._gone: set[int] = set()  # that were told to callbacks
         self._gone_callbacks: list[Callable[[int], None]] = []
         self._refused_callbacks: dict[int, Callable[[int], None]] = {}  # by channel
@@ -103,8 +105,8 @@ class PeerMonitor:
 
     @property
     def has_bad_news(self) -> bool:
-        """Whether a rank is lost, or has refused."""
-        return self._lost is not None or bool(self._refused)
+        """Whether a rank is lost, or has refused, or its calls of a channel have failed."""
+        return self._lost is not None or bool(self._refused) or bool(self._failed)
 
     def on_refused(self, channel: int, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when a rank refuses to take part in an exchange of a channel."""
@@ -117,6 +119,14 @@ class PeerMonitor:
     def say_refused(self, channel: int) -> None:
         """Tell all ranks that this one refuses to take part in an exchange of a channel."""
         self._tell(_REFUSED, self._rank, self._peers, channel)
+
+    def say_failed(self, channel: int) -> None:
+        """Tell all ranks that this one makes no more calls of a channel, since one has failed."""
+        self._tell(_FAILED, self._rank, self._peers, channel)
+
+    def failed_peer(self, channel: int) -> int | None:
+        """Return the first rank that makes no more calls of a channel, since one has failed there; None if there was none."""
+        return self._failed.get(channel)
 
     def on_gone(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when it is of no use to wait for a peer any more: it is lost, or has left 5 seconds ago.
@@ -205,6 +215,8 @@ class PeerMonitor:
             elif kind == _REFUSED:
                 self._refused.setdefault(channel, rank)
                 self._refused_callbacks.get(channel, _ignore)(rank)
+            elif kind == _FAILED:
+                self._failed.setdefault(channel, rank)
             else:
                 self._lose(rank)
         if received and peer not in self._left:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.all_gather_gemm import scatter
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, gemm_reduce_scatter, scatter
 from dlrm_fused.ops.common.exchanges import halves_of
 from dlrm_fused.ops.moe import expert_layer
 from dlrm_fused.ops.moe.op import _fake_forward, expert_layer_with_slots
@@ -169,3 +170,30 @@ def test_all_ranks_of_all_hosts_name_a_rank_that_refuses(hosts: tuple[int, ...])
         assert "rank 0 on" in told
         assert "did not take part because of an error" in told
         assert seconds < 10
+
+
+def told_after_a_missed_call() -> tuple[str, float]:
+    """On a rank: the error of a call after one that rank 1 left out and that failed on rank 0, and after how many seconds."""
+    with cpu_group() as group:
+        workspace = ShardWorkspace(group, name="layers", max_rows=24, max_columns=72, dtype=torch.float32, timeout_seconds=1.0)
+        call = partial(gemm_reduce_scatter, workspace, torch.ones(24, 40), torch.ones(72, 40))
+        call()
+        if group.rank == 0:
+            with pytest.raises(CommunicationError, match=r"rank 1 on .* longer than 1 s"):
+                call()
+        dist.barrier()
+        until = time.monotonic() + 10.0
+        while group.rank == 1 and not group.peer_monitor.has_bad_news:  # a thread hears of it
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        began = time.monotonic()
+        with pytest.raises(CommunicationError) as raised:
+            call()
+        return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+def test_a_call_after_one_that_failed_elsewhere_is_refused_and_gives_no_data_of_that_one(hosts: tuple[int, ...]) -> None:
+    (_, *_), (told, seconds) = run_ranks(2, on_hosts, hosts, told_after_a_missed_call)
+    assert "a call has failed on rank 0 on" in told
+    assert seconds < 0.9
