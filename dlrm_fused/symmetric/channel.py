@@ -117,7 +117,7 @@ class Channel:
         )
         self._control = self.control.numpy()
         self._fingerprint = self._unit = 0
-        self._has_failed = False
+        self._has_given_up = False
         if not on_gpu:
             self._state = self.state.numpy()
             self._peers = [rank for rank in group.hosts.local if rank != group.rank]
@@ -158,7 +158,6 @@ class Channel:
         monitor = self.group.peer_monitor
         # Who goes on would take what that rank has sent for a call that failed there.
         if monitor.has_bad_news and (peer := monitor.failed_peer(self._number)) is not None:
-            self._has_failed = True
             raise CommunicationError(f"channel {self.name}: a call has failed on {monitor.describe(peer)}; see its message")
         self._order.follow()
 
@@ -175,10 +174,10 @@ class Channel:
         fault = self._fault()
         if fault is None:
             return
-        if not self._has_failed:
-            self._has_failed = True
-            self.group.peer_monitor.say_failed(self._number)
         kind, peer, awaited = fault
+        if kind == Why.is_late and not self._has_given_up:  # of other faults all ranks hear by themselves
+            self._has_given_up = True
+            self.group.peer_monitor.say_failed(self._number)
         monitor, describe = self.group.peer_monitor, self.group.peer_monitor.describe
         where, here, lost = f"channel {self.name}", describe(self.group.rank), monitor.lost_peer()
         if self._control[_KIND] and len(self.group.hosts.local) > 1:  # else it has no epochs

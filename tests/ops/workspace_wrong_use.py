@@ -123,7 +123,7 @@ def _come_too_late(scene: WorkspaceScene, is_wrong: bool) -> None:
 
 
 LATE_CALL = WrongUse(
-    "a call later than `timeout_seconds`", _come_too_late, "longer than 0.3 s", SECOND, error=CommunicationError
+    "a call later than `timeout_seconds`", _come_too_late, "a call has failed on rank 0", SECOND, error=CommunicationError
 )
 
 
