@@ -91,10 +91,10 @@ test-hosts: setup-dev
 # What takes longest begins first. A run that is cut short has named what failed by then.
 LONGEST_ON_GPUS = $(patsubst %,tests/gpu/test_%_cuda.py,training training_between_hosts transformer_training moe_training all_gather_gemm \
     moe online without_peer_access transports messages)
-# Each rank that compiles would start a process for each core, beside the ranks of ten workers.
+# Each rank that compiles would start a process for each core, beside the ranks of all workers.
 test-gpu: export TORCHINDUCTOR_COMPILE_THREADS = 1
 test-gpu: setup-dev
-	$(PYTEST) -v -n 10 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
+	$(PYTEST) -v -n 14 $(LONGEST_ON_GPUS) $(filter-out $(LONGEST_ON_GPUS),$(wildcard tests/gpu/test_*.py))
 
 test-fast: setup-dev
 	$(PYTEST) -n 2 -m "not interpreted and not slow" tests/unit
