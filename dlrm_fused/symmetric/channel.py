@@ -157,7 +157,7 @@ class Channel:
         self.raise_fault()
         monitor = self.group.peer_monitor
         # Who goes on would take what that rank has sent for a call that failed there.
-        if monitor.has_bad_news and (peer := monitor.failed_peer(self._number)) is not None:
+        if (peer := monitor.failed_peer(self._number)) is not None:
             raise CommunicationError(f"channel {self.name}: a call has failed on {monitor.describe(peer)}; see its message")
         self._order.follow()
 

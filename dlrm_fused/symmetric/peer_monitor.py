@@ -105,8 +105,8 @@ class PeerMonitor:
 
     @property
     def has_bad_news(self) -> bool:
-        """Whether a rank is lost, or has refused, or its calls of a channel have failed."""
-        return self._lost is not None or bool(self._refused) or bool(self._failed)
+        """Whether a rank is lost, or has refused."""
+        return self._lost is not None or bool(self._refused)
 
     def on_refused(self, channel: int, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when a rank refuses to take part in an exchange of a channel."""

@@ -29,13 +29,12 @@ def multiply_and_scatter(
 
     The result has x as what ``rows`` gives: nothing is gathered.
     """
-    factor = weight if is_transposed else weight.T
     fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels:
         call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
         call.run(Pair.gemm_reduce_scatter)
         return Started(call.out, lambda: x)
-    return Started(_scattered_as_rows(workspace, x, factor.T, fingerprint), lambda: x)
+    return Started(_scattered_as_rows(workspace, x, weight.T if is_transposed else weight, fingerprint), lambda: x)
 
 
 def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fingerprint: int) -> Tensor:

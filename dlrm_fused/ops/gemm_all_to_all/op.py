@@ -16,6 +16,7 @@ from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
 from dlrm_fused.ops.common.exchanges import exchange_by_host
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
+from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
@@ -173,7 +174,7 @@ def _product(
         else:
             gemm(x, weight, out, scale, part_of=part_of)
         return out
-    product = torch.nn.functional.linear(x.float(), weight.float())
+    product = product_in_fp32(x, weight)
     return out.copy_(product if scale is None else product * scale)
 
 

@@ -24,24 +24,19 @@ class SumsByNccl:
         """Return the sum over ranks [m, N], plus bias and residual."""
         x, factor, channel = inputs.x, inputs.weight.T, workspace.channel
         out, summand = x.new_empty(x.shape[0], self._columns), _summand(inputs) if workspace.rank == 0 else None
-        *earlier, last = self._pieces
         sums = []
-        for rows in earlier:
-            _multiply(x[rows], factor, None if summand is None else summand[rows], out[rows])
-            sums.append(channel.all_reduce(out[rows]))
-            let_messages_begin(workspace.device)
-        _multiply(x[last], factor, None if summand is None else summand[last], out[last])
-        sums.append(channel.all_reduce(out[last], beside=False))
+        for rows in self._pieces:
+            is_last = rows is self._pieces[-1]
+            if summand is None:
+                torch.mm(x[rows], factor, out=out[rows])
+            else:
+                torch.addmm(summand[rows], x[rows], factor, out=out[rows])
+            sums.append(channel.all_reduce(out[rows], beside=not is_last))
+            if not is_last:
+                let_messages_begin(workspace.device)
         for begun in sums:
             begun.finish()
         return out
-
-
-def _multiply(x: Tensor, factor: Tensor, summand: Tensor | None, out: Tensor) -> None:
-    if summand is None:
-        torch.mm(x, factor, out=out)
-    else:
-        torch.addmm(summand, x, factor, out=out)
 
 
 def _summand(inputs: Inputs) -> Tensor | None:
