@@ -26,7 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import current_stream, default_store, let_captures_be, nccl_backend, own_connection
+from dlrm_fused.compat.torch import (
+    current_stream,
+    default_store,
+    let_captures_be,
+    nccl_backend,
+    own_connection,
+    sleep_on_device,
+)
 from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
@@ -42,6 +49,10 @@ _LOOK_SECONDS = 0.02
 _REFUSAL_SECONDS = 2.0
 # A rank that waits looks so often whether another one asks who does.
 _ASK_SECONDS = 1.0
+# Of NCCL's kernels on what the current stream computes next, whose programs may hold all multiprocessors until they end, as
+# those of products and lookups do: a message beside them would begin when they have ended.
+# (``torch.distributed._symmetric_memory`` gives products a late start, too.)
+_HEAD_START_SECONDS = 1e-6
 
 
 class Why(IntEnum):
@@ -183,12 +194,17 @@ class NcclLink(Link):
             from_[rank] = slice_
         with self.names_failure():
             work = self._nccl.alltoall(from_, to, _options(dist.AllToAllOptions, beside))
-        return _NcclExchange(self, work if beside else None, sent, received)
+        return self._begun(work, sent, received, beside)
 
     def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:
         with self.names_failure():
             work = self._nccl.allreduce([values], _options(dist.AllreduceOptions, beside))
-        return _NcclExchange(self, work if beside else None, {self._rank: values}, {})
+        return self._begun(work, {self._rank: values}, {}, beside)
+
+    def _begun(self, work: dist.Work, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], beside: bool) -> Exchange:
+        if beside:
+            sleep_on_device(_HEAD_START_SECONDS)
+        return _NcclExchange(self, work if beside else None, sent, received)
 
     def watch(self, deadline: float) -> None:
         event = self._events.popleft() if self._events else torch.cuda.Event()

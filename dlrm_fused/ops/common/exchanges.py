@@ -1,23 +1,14 @@
-"""Exchanges of rows between hosts, beside which products are computed.
-
-A library's product may be one wave of programs that hold all multiprocessors until it ends, as on Hopper, and then a message
-that begins beside it waits for that. So messages have a head start: something short comes before the next product in its
-stream. (``torch.distributed._symmetric_memory`` does so too.)
-"""
+"""Exchanges of rows between hosts, beside which products are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from dlrm_fused.compat.torch import sleep_on_device
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.channel import ChannelExchange
-
-_HEAD_START_SECONDS = 1e-6
 
 
 def halves_of(rows: int, row_bytes: int, least_bytes: int) -> list[slice]:
@@ -28,12 +19,6 @@ def halves_of(rows: int, row_bytes: int, least_bytes: int) -> list[slice]:
     """
     pieces = 2 if rows * row_bytes >= least_bytes else 1
     return [slice(first, last) for first, last in cut(rows, (1,) * pieces)]
-
-
-def let_messages_begin(device: torch.device) -> None:
-    """Give the messages that have been begun a head start on the product that the current stream computes next."""
-    if device.type == "cuda":
-        sleep_on_device(_HEAD_START_SECONDS)
 
 
 def exchange_by_host(
@@ -60,6 +45,4 @@ def exchange_by_host(
         slices = {rank: sent(rank) for rank in hosts.ranks[host]}
         places = {rank: received(rank) for rank in hosts.ranks[source]}
         exchanges.append(channel.exchange(slices, places, fingerprint=fingerprint, beside=beside))
-        if beside:
-            let_messages_begin(channel.group.device)
     return exchanges

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.common.exchanges import halves_of, let_messages_begin
+from dlrm_fused.ops.common.exchanges import halves_of
 from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 
@@ -26,14 +26,11 @@ class SumsByNccl:
         out, summand = x.new_empty(x.shape[0], self._columns), _summand(inputs) if workspace.rank == 0 else None
         sums = []
         for rows in self._pieces:
-            is_last = rows is self._pieces[-1]
             if summand is None:
                 torch.mm(x[rows], factor, out=out[rows])
             else:
                 torch.addmm(summand[rows], x[rows], factor, out=out[rows])
-            sums.append(channel.all_reduce(out[rows], beside=not is_last))
-            if not is_last:
-                let_messages_begin(workspace.device)
+            sums.append(channel.all_reduce(out[rows], beside=rows is not self._pieces[-1]))
         for begun in sums:
             begun.finish()
         return out
