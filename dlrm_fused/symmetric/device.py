@@ -135,13 +135,13 @@ def peer_pointer(addresses, peer, offset, dtype: tl.constexpr, alignment: tl.con
     """Pointer to byte ``offset`` of rank ``peer``'s block.
 
     Args:
-        addresses: int64 [world_size], ``SymmetricMemory.addresses``.
+        addresses: int64 [world_size], ``SymmetricMemory.addresses``; or uint8, the block itself, whoever the peer is.
         offset: bytes, a multiple of ``alignment``.
         dtype: element type of the pointer.
         alignment: lets the compiler make wide stores.
     """
-    pointer = (tl.load(addresses + peer) + offset).to(tl.pointer_type(dtype))
-    return tl.multiple_of(pointer, alignment)
+    address = addresses.to(tl.int64) if addresses.dtype.element_ty == tl.uint8 else tl.load(addresses + peer)
+    return tl.multiple_of((address + offset).to(tl.pointer_type(dtype)), alignment)
 
 
 @triton.jit

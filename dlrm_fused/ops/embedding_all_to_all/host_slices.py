@@ -57,10 +57,14 @@ class SlicesInBuffer:
         ends = itertools.accumulate((round_up(self._size(rank), _ALIGNMENT) for rank in self.shapes), initial=0)
         return dict(zip(self.shapes, ends, strict=False))
 
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of all of them, and of what lies between."""
+        return sum(round_up(self._size(rank), _ALIGNMENT) for rank in self.shapes)
+
     def new_buffer(self, device: torch.device) -> Tensor:
         """Return a uint8 buffer for all of them."""
-        size = sum(self._size(rank) + _ALIGNMENT for rank in self.shapes)
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        return torch.empty(self.bytes, dtype=torch.uint8, device=device)
 
     def of(self, buffer: Tensor) -> dict[int, Tensor]:
         """By rank, its slice in a buffer."""
@@ -126,7 +130,7 @@ class HostSlices:
 
     @lasting_property
     def receivers(self) -> Tensor:
-        """The receivers of slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
+        """The receivers of slices that are not empty, which all lie in one buffer."""
         rows = [[rank, 0, 0] for rank in self._hosts.remote if self.places.batch_sizes[rank]]
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3).to(self.device, non_blocking=True)
 
@@ -191,7 +195,7 @@ class HostSlices:
 
     @lasting_property
     def gradient_buffer_table(self) -> Tensor:
-        """The places of the output's gradient in a buffer of all slices, the only one of its table of addresses."""
+        """The places of the output's gradient in a buffer of all slices."""
         item, rows = self.places.gradient_item, self.places.batch_sizes[self._hosts.rank]
         tiles = [
             Tile(0, 0, column, begin + source * item, self.gradients.shapes[rank][1], width, rows, item)

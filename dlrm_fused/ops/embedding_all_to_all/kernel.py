@@ -29,7 +29,7 @@ class Destinations(NamedTuple):
 
     Attributes:
         receivers: int64 [n, 3]: whose bags, whose address, and for waiting that rank's number within the host.
-        addresses: int64, of the memory of ranks, or of a buffer.
+        addresses: int64, of the memory of ranks; or a uint8 buffer.
         bags: :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
         stride: elements between rows there.
         is_relative: whether offsets count from where the receiver has announced to receive.
@@ -88,13 +88,9 @@ def in_memory_of_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, number: i
     )
 
 
-def in_slices(slices: HostSlices, buffer_address: Tensor) -> Destinations:
-    """Return where a lookup stores results for ranks of other hosts.
-
-    Args:
-        buffer_address: int64 [1].
-    """
-    return Destinations(slices.receivers, buffer_address, slices.bags, slices.width, is_relative=False, awaits_receivers=False)
+def in_slices(slices: HostSlices, buffer: Tensor) -> Destinations:
+    """Return where a lookup stores results for ranks of other hosts: in a buffer of ``slices.results``."""
+    return Destinations(slices.receivers, buffer, slices.bags, slices.width, is_relative=False, awaits_receivers=False)
 
 
 class Lookup(NamedTuple):

@@ -59,7 +59,7 @@ def store_tiles(source: Tensor, table: Tensor, most_rows: int, addresses: Tensor
 
     Args:
         source, table, most_rows, wire: as :func:`scatter_tiles` takes them.
-        addresses: int64, of the memory of each peer that the table names.
+        addresses: int64, of the memory of each peer that the table names; or a uint8 buffer, in which all of them lie.
         offset: bytes from which those of the tiles count.
     """
     row_blocks = ceil_div(most_rows, _ROWS)

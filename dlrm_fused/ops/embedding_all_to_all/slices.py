@@ -30,12 +30,19 @@ class PooledSlices:
     """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
 
     def __init__(
-        self, workspace: EmbeddingWorkspace, plan: BatchPlan, slices: Mapping[int, Tensor], distinct: DistinctRows | None = None
+        self,
+        workspace: EmbeddingWorkspace,
+        plan: BatchPlan,
+        slices: Mapping[int, Tensor],
+        distinct: DistinctRows | None = None,
+        *,
+        beside: bool = True,
     ) -> None:
         """Begin to send this rank's slice for each rank of another host, or its distinct rows.
 
         Args:
             distinct: these rows are sent only.
+            beside: as of :meth:`~dlrm_fused.symmetric.Channel.exchange`.
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
         self._rows: Tensor | None = None
@@ -50,7 +57,7 @@ class PooledSlices:
             counts = distinct.received_counts
             self._rows = torch.empty(sum(counts), _row_dim(workspace), dtype=wire, device=device)
             received = dict(zip(plan.hosts.remote, self._rows.split(counts), strict=True))
-        self._slices = workspace.forward_channel.exchange(slices, received, fingerprint=plan.fingerprint)
+        self._slices = workspace.forward_channel.exchange(slices, received, fingerprint=plan.fingerprint, beside=beside)
 
     def send_sums(self) -> None:
         """Add up what this host has for the ranks of other hosts that this one serves; once the epoch inside the host ended."""
@@ -142,10 +149,7 @@ class GradientSlices:
         plan, device = self._plan, self._workspace.device
         if uses_kernels(device):
             buffer = plan.slices.gradients.new_buffer(device)
-            address = torch.full((1,), buffer.data_ptr(), device=device)
-            store_tiles(
-                gradient, plan.slices.gradient_buffer_table, plan.local_batch, address, 0, self._workspace.backward_wire
-            )
+            store_tiles(gradient, plan.slices.gradient_buffer_table, plan.local_batch, buffer, 0, self._workspace.backward_wire)
             return plan.slices.gradients.of(buffer)
         return {rank: self._packed_runs(gradient, runs) for rank, runs in plan.slices.gradient_runs.items()}
 

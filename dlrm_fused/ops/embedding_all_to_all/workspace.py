@@ -162,12 +162,13 @@ class EmbeddingWorkspace(Workspace):
         return feature_tables(tuple(itertools.accumulate(dims, initial=0))[:-1], dims, columns, self.device)
 
     @cached_property
-    def _sort_stream(self) -> torch.cuda.Stream | None:
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream for what runs beside the current one; None on the CPU."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def prefetch_sort(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> PrefetchedSort:
         """Begin to sort the indices of this rank's lookups, for the backward pass."""
-        return PrefetchedSort(self.tables, indices, offsets, self._sort_stream)
+        return PrefetchedSort(self.tables, indices, offsets, self.side_stream)
 
     @contextmanager
     def other_anchor(self) -> Iterator[Tensor]:
