@@ -5,6 +5,7 @@ GPUs of one machine that have no peer access count as if they were on different 
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections import Counter
@@ -121,6 +122,12 @@ class Hosts:
             for first in (self.local.index(self.rank) % len(ranks),)
             for i in range(len(ranks))
         )
+
+    @cached_property
+    def remote_runs(self) -> tuple[range, ...]:
+        """The ranks of other hosts, ascending, neighbours together."""
+        edges = [-1, *sorted(self.local), len(self.of_rank)]
+        return tuple(range(before + 1, after) for before, after in itertools.pairwise(edges) if after - before > 1)
 
     def counterpart(self, rank: int, host: int) -> int:
         """Return the rank of a host that talks to a rank of another one: that with the same number within its host."""

@@ -1,12 +1,9 @@
-"""Stores rows of a local tensor into chosen rows of other ranks' memory. A call is one epoch of a channel.
-
-Rows for a rank of another host go there in one slice, whose order both sides know.
-"""
+"""Stores rows of a local tensor into chosen rows of the memory of this host's ranks. A call is one epoch of a channel."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -49,7 +46,7 @@ def scatter_rows_kernel(
         item = first + tl.arange(0, ROWS)
         target = tl.load(targets + item, mask=(item < end_of_program) & are_ready, other=-1)
         peer = tl.where(target >= 0, target // rows_per_rank, 0)
-        # Slices take what goes to other hosts, whose ranks have no address here.
+        # Messages take what goes to other hosts, whose ranks have no address here.
         is_sent = (target >= 0) & (tl.load(addresses + peer) != 0)
         row = (tl.where(is_sent, target, 0) % rows_per_rank).to(tl.int64)
         block = tl.load(addresses + peer) + announced_offset(channel, peer)
@@ -95,7 +92,6 @@ def scatter_rows(
     destinations_at: int | None = None,
     destinations_per_rank: int = 0,
     places_at: int | None = None,
-    received: Mapping[int, Tensor] | None = None,
     by_rank: ItemsByRank | None = None,
 ) -> None:
     """Store row i // repeats of ``source``, or source_rows[i], times scale[i], where targets[i] says, for all i. One epoch:
@@ -105,44 +101,27 @@ def scatter_rows(
         source: [m, width], rows contiguous, each a multiple of 16 bytes that begins at one.
         source_rows: int32 or int64, as many as targets; then ``repeats`` is 1.
         targets: int32 [m * repeats]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
-            two of all ranks may be equal. What goes to a rank of another host is a slice, and the row a number in it.
+            two of all ranks may be equal. Nothing is stored at ranks of other hosts.
         window: in which the ranks receive rows of ``width`` elements.
         dtype: in which they are stored, with rounding; default: the source's.
         scale: fp32 [m * repeats].
         destinations_at: byte of the blocks from where an int32 for each row says what was stored there:
-            rank * destinations_per_rank + i; -1 for what comes from another host.
+            rank * destinations_per_rank + i.
         places_at: byte of the blocks from where an int32 for each row says to which row of the block it goes instead: the
             receiving rank has written that before this call.
-        received: by rank of another host, int64: the rows of this rank's block to which those of its slice belong. None or
-            empty: all targets are on this host, and nobody sends slices.
-        by_rank: the targets by rank, where the caller knows them; the items of a rank are in the order of its slice. Kernels
-            need those of other hosts alone.
+        by_rank: the targets by rank, where the caller knows them, for the CPU.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     memory, channel, receive_offset, fingerprint = window
-    rank, remote, by_kernel = channel.group.rank, channel.group.hosts.remote, uses_kernels(memory.local.device)
-    stored = dtype or source.dtype
-    first = rank * destinations_per_rank
+    stored, first = dtype or source.dtype, channel.group.rank * destinations_per_rank
     call = _Call(source, source_rows, targets, window, rows_per_rank, repeats, stored, scale, destinations_at, first, places_at)
-    if by_rank is None and (received or not by_kernel):
-        by_rank = ItemsByRank.of(targets, rows_per_rank, channel.group.world_size)
-    exchange = None
-    if received:
-        assert by_rank is not None
-        slices = {peer: call.values(by_rank.items(peer)) for peer in remote}
-        arriving = {peer: source.new_empty(len(rows), source.shape[1], dtype=stored) for peer, rows in received.items()}
-        exchange = channel.exchange(slices, arriving, fingerprint=fingerprint)
-    if by_kernel:
+    if uses_kernels(memory.local.device):
         call.store_by_kernel()
-    else:
-        assert by_rank is not None
-        channel.run_epoch(partial(call.store_at, by_rank), offset=receive_offset, fingerprint=fingerprint)
-    if exchange is not None and received is not None:
-        for peer, slice_ in exchange.arrivals():
-            call.store(rank, receive_offset, received[peer], slice_, received[peer].new_full((len(slice_),), -1))
-        exchange.finish()
+        return
+    by_rank = by_rank or ItemsByRank.of(targets, rows_per_rank, channel.group.world_size)
+    channel.run_epoch(partial(call.store_at, by_rank), offset=receive_offset, fingerprint=fingerprint)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from dlrm_fused.ops.sequence_all_to_all.op import (
     save_for_backward,
     send,
 )
-from dlrm_fused.ops.sequence_all_to_all.places import place_rows
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 
 
@@ -82,14 +81,14 @@ def _look_up(anchor: Tensor, indices: Tensor, *arguments: Any) -> tuple[Tensor, 
         features = len(workspace.feature_first_rows)
         if len(indices) and offsets.numel() - 1 != features * sum(call.batch_sizes):
             raise UsageError(f"{workspace.name}: {offsets.numel()} offsets; needed: those of {features} features, and the end")
-    targets, rows = place_rows(offsets, call.batch_sizes, counts, indices, workspace.feature_first_rows)
-    assert rows is not None
+    placed = call.placed(indices, workspace.feature_first_rows)
+    assert placed.rows is not None
     if workspace.table is None:
         source = torch.empty(0, workspace.width, dtype=workspace.forward_wire, device=workspace.device)
     else:
         begin, of_tables = workspace.table.offsets[0], workspace.table.total_rows
         source = workspace.table.weights[begin : begin + of_tables * workspace.width].view(of_tables, workspace.width)
-    return *send(call, source, rows, targets), rows
+    return *send(call, source, placed), placed.rows
 
 
 def _update(gradient: Tensor, destinations: Tensor, rows: Tensor, *arguments: Any) -> Tensor:

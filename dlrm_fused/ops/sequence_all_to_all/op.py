@@ -14,7 +14,8 @@ from dlrm_fused.ops.common.dispatch import Operator, expect_no_gradient
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.scatter_rows import ItemsByRank, scatter_rows
 from dlrm_fused.ops.common.workspace import check_tensor
-from dlrm_fused.ops.sequence_all_to_all.places import order_by_rank, place_rows
+from dlrm_fused.ops.sequence_all_to_all.between_hosts import RowMessages, Rows
+from dlrm_fused.ops.sequence_all_to_all.places import PlacedRows, order_by_rank, place_rows
 from dlrm_fused.ops.sequence_all_to_all.workspace import Counts, SequenceWorkspace
 from dlrm_fused.symmetric import BlockPool, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
@@ -113,9 +114,12 @@ class SequenceCall:
         if not self.gradient_divisor > 0:
             raise UsageError(f"{name}: gradient_divisor={self.gradient_divisor}; needed: a positive number")
 
-    def order(self) -> Tensor:
-        """Return the numbers of this rank's rows by the rank that asked for them."""
-        return order_by_rank(self.offsets, self.batch_sizes, self.counts.sent_bounds[-1])
+    def placed(self, *lookup: Tensor) -> PlacedRows:
+        """Return the places of this rank's rows; ``lookup``: indices and first rows, as of :func:`place_rows`."""
+        if not uses_kernels(self.workspace.device):
+            return PlacedRows(None, None, order_by_rank(self.offsets, self.batch_sizes, self.counts.sent_bounds[-1]))
+        are_many = self.workspace.group.hosts.are_many
+        return place_rows(self.offsets, self.batch_sizes, self.counts, *lookup, with_order=are_many)
 
 
 def _deliver(rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -124,29 +128,21 @@ def _deliver(rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     with workspace.checks(counts):
         call.check()
         check_tensor(workspace, "rows", rows, workspace.output_dtype, (counts.sent_bounds[-1], workspace.width))
-    targets, _ = place_rows(call.offsets, call.batch_sizes, counts) if uses_kernels(workspace.device) else (None, None)
-    return send(call, _on_wire(rows, workspace.forward_wire), None, targets)
+    return send(call, _on_wire(rows, workspace.forward_wire), call.placed())
 
 
-def send(call: SequenceCall, source: Tensor, source_rows: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+def send(call: SequenceCall, source: Tensor, placed: PlacedRows) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks that asked for them, and receive those that this rank asked for. Collective.
 
     Args:
-        source: [n, width], of which row i is sent as row i, or [rows, width], of which ``source_rows`` [n] says which.
-        targets: of :func:`place_rows`, where kernels run.
+        source: [n, width], of which row i is sent as row i; or the tables, if ``placed`` has rows of them.
 
     Returns:
         the output of :func:`sequence_all_to_all`, and int32 [sum of counts[rank]]: rank * most_rows + i of its row i, -1 for
         those of other hosts.
     """
-    workspace, counts, places, items = call.workspace, call.counts, call.places, None
-    remote, begins, device = workspace.group.hosts.remote, counts.received_bounds, call.offsets.device
-    if remote or targets is None:
-        items = ItemsByRank(counts.sent_bounds, call.order(), None, counts.most_rows, counts.first_rows)
-    received = {owner: torch.arange(begins[owner], begins[owner + 1], device=device) for owner in remote}
-    if places is not None:
-        received = {owner: places[own] for owner, own in received.items()}
-    pool, block = _open(workspace, counts, begins[-1], workspace.forward_wire)
+    workspace, counts, places = call.workspace, call.counts, call.places
+    pool, block = _open(workspace, counts, counts.received_bounds[-1], workspace.forward_wire)
 
     def words(begin: int) -> Tensor:
         begin += pool.offset_of(block)
@@ -156,11 +152,22 @@ def send(call: SequenceCall, source: Tensor, source_rows: Tensor | None, targets
     if places is not None:
         words(places_at).copy_(places)
     window = workspace.window(pool, block, "forward", counts.fingerprint, places is None)
+    messages = items = None
+    if workspace.group.hosts.are_many:
+        words(destinations_at).fill_(-1)
+        assert placed.order is not None
+        numbers = placed.order if placed.rows is None else placed.rows.index_select(0, placed.order)
+        sent, received = Rows(source, counts.sent_bounds, numbers), Rows(block, counts.received_bounds, places)
+        messages = RowMessages.begin(window, sent, received)
+    if placed.targets is None:
+        items = ItemsByRank(counts.sent_bounds, placed.order, None, counts.most_rows, counts.first_rows)
     scatter_rows(
-        source, call.offsets if targets is None else targets, window, rows_per_rank=counts.most_rows, source_rows=source_rows,
-        dtype=workspace.forward_wire, destinations_at=destinations_at, destinations_per_rank=counts.most_rows,
-        places_at=None if places is None else places_at, received=received, by_rank=items,
+        source, call.offsets if placed.targets is None else placed.targets, window, rows_per_rank=counts.most_rows,
+        source_rows=placed.rows, dtype=workspace.forward_wire, destinations_at=destinations_at,
+        destinations_per_rank=counts.most_rows, places_at=None if places is None else places_at, by_rank=items,
     )  # fmt: skip
+    if messages is not None:
+        messages.complete()
     return pool.to_hold(block).to(workspace.output_dtype), words(destinations_at).clone()
 
 
@@ -180,17 +187,19 @@ def receive_gradient(call: SequenceCall, gradient: Tensor, destinations: Tensor)
     with abort_peers_on_error(workspace.channel):
         gradient = gradient.contiguous()
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, (counts.received_bounds[-1], workspace.width))
-    remote, items, received = workspace.group.hosts.remote, None, {}
-    if remote or not uses_kernels(workspace.device):
-        in_order = destinations if places is None else destinations.index_select(0, places)
-        items = ItemsByRank(counts.received_bounds, places, in_order, counts.most_rows)
-    if remote:
-        of_ranks = call.order().split(counts.sent)
-        received = {asking: of_ranks[asking] for asking in remote}
     pool, block = _open(workspace, counts, counts.sent_bounds[-1], workspace.backward_wire)
     window = workspace.window(pool, block, "backward", counts.fingerprint)
     rows = _on_wire(gradient, workspace.backward_wire)
-    scatter_rows(rows, destinations, window, rows_per_rank=counts.most_rows, received=received, by_rank=items)
+    messages = items = None
+    if workspace.group.hosts.are_many:
+        sent, received = Rows(rows, counts.received_bounds, places), Rows(block, counts.sent_bounds, call.placed().order)
+        messages = RowMessages.begin(window, sent, received)
+    if not uses_kernels(workspace.device):
+        in_order = destinations if places is None else destinations.index_select(0, places)
+        items = ItemsByRank(counts.received_bounds, places, in_order, counts.most_rows)
+    scatter_rows(rows, destinations, window, rows_per_rank=counts.most_rows, by_rank=items)
+    if messages is not None:
+        messages.complete()
     return pool.to_hold(block)
 
 

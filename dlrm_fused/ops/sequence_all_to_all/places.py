@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +25,8 @@ _MOST_PROGRAMS = 1024
 
 @triton.jit(do_not_specialize=["items", "bags", "ranks", "segments"])
 def place_rows_kernel(
-    offsets, bounds, indices, first_rows, targets, rows, items, bags, ranks, segments, LOOKS_UP: tl.constexpr, IDS: tl.constexpr
+    offsets, bounds, indices, first_rows, targets, rows, order, items, bags, ranks, segments,
+    LOOKS_UP: tl.constexpr, ORDERS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`place_rows`. Programs (s, ...) place the ids of segment s: of one feature, and asked for by one rank."""
     segment = tl.program_id(0).to(tl.int64)
@@ -44,6 +46,7 @@ def place_rows_kernel(
     # Lengths that are not those of the counts must not reach the rows of others.
     end_target = tl.load(bounds + ranks + ranks + 1 + asking)
     first_row = tl.load(first_rows + feature) if LOOKS_UP else 0
+    first_of_rank = tl.load(bounds + 3 * ranks + 1 + asking) + before - begin
     for first in range(begin + own_ids, end, ids_of_all):
         item = first + tl.arange(0, IDS)
         inside = (item < end) & (item < items)
@@ -51,6 +54,8 @@ def place_rows_kernel(
         tl.store(targets + item, tl.where(place < end_target, place, -1).to(tl.int32), mask=inside)
         if LOOKS_UP:
             tl.store(rows + item, first_row + tl.load(indices + item, mask=inside, other=0).to(tl.int64), mask=inside)
+        if ORDERS:
+            tl.store(order + first_of_rank + item, item, mask=inside & (place < end_target))
     if segment == segments - 1:
         for first in range(end + own_ids, items, ids_of_all):
             item = first + tl.arange(0, IDS)
@@ -59,49 +64,67 @@ def place_rows_kernel(
                 tl.store(rows + item, tl.zeros([IDS], tl.int64), mask=item < items)
 
 
+class PlacedRows(NamedTuple):
+    """The rows that a rank sends.
+
+    Attributes:
+        targets: int32 [n]: rank * most_rows + row, of each id, or -1 for ids beyond those of the counts; None without kernels.
+        rows: int64 [n], which rows of the tables they are; None without a lookup.
+        order: int64 [n], their numbers by the rank that asked for them; None where it is not needed.
+    """
+
+    targets: Tensor | None
+    rows: Tensor | None
+    order: Tensor | None
+
+
 def place_rows(
     offsets: Tensor,
     batch_sizes: Sequence[int],
     counts: Counts,
     indices: Tensor | None = None,
     first_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the places of a rank's rows, by a kernel, and the numbers of the rows.
+    *,
+    with_order: bool = False,
+) -> PlacedRows:
+    """Return the places of a rank's rows, by a kernel.
 
     Args:
         offsets: int32 or int64 [features * bags + 1], where the ids of each bag begin; ``batch_sizes`` of each rank, of which
             there are ``bags`` together.
         indices: [n], the ids of a lookup, and ``first_rows`` int64 [features], which are added to them.
-
-    Returns:
-        int32 [n]: rank * most_rows + row, of each id, or -1 for ids beyond those of the counts; and int64 [n], None without
-        indices.
+        with_order: whether the order is needed.
     """
     items, ranks, bags = counts.sent_bounds[-1], len(batch_sizes), sum(batch_sizes)
     device = offsets.device
     targets = torch.empty(items, dtype=torch.int32, device=device)
     rows = None if indices is None else torch.empty(items, dtype=torch.int64, device=device)
+    # Zeros, since rows without target are in no place of the order.
+    order = torch.zeros(items, dtype=torch.int64, device=device) if with_order else None
+    placed = PlacedRows(targets, rows, order)
     if not items:
-        return targets, rows
+        return placed
     segments = (offsets.numel() - 1) // max(bags, 1) * ranks
     first_targets = [asking * counts.most_rows + first for asking, first in enumerate(counts.first_rows)]
     end_targets = [first + count for first, count in zip(first_targets, counts.sent, strict=True)]
-    numbers = [0, *accumulate(batch_sizes), *first_targets, *end_targets]
+    numbers = [0, *accumulate(batch_sizes), *first_targets, *end_targets, *counts.sent_bounds]
     bounds = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
     programs = segments, max(1, min(ceil_div(items, segments * _IDS), ceil_div(_MOST_PROGRAMS, segments)))
     launch_again(
-        kinds_of(offsets, indices), place_rows_kernel, programs,
+        (kinds_of(offsets, indices), with_order), place_rows_kernel, programs,
         offsets, bounds, offsets if indices is None else indices, offsets if first_rows is None else first_rows,
-        targets, targets if rows is None else rows, items, bags, ranks, segments, LOOKS_UP=indices is not None, IDS=_IDS,
+        targets, targets if rows is None else rows, targets if order is None else order, items, bags, ranks, segments,
+        LOOKS_UP=indices is not None, ORDERS=with_order, IDS=_IDS,
     )  # fmt: skip
-    return targets, rows
+    return placed
 
 
 def order_by_rank(offsets: Tensor, batch_sizes: Sequence[int], count: int) -> Tensor:
-    """Return int64 [count]: the numbers of a rank's rows by the rank that asked for them, and in the order of its features.
+    """Return :attr:`PlacedRows.order` without a kernel. The host waits for the device.
 
     Args:
         offsets, batch_sizes: as of :func:`place_rows`.
+        count: of the rows.
     """
     bags = sum(batch_sizes)
     if not count or not bags:
