@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common.environment import ROOT
 from benchmarks.common.network import Hosts
 from dlrm_fused.config import load_config
@@ -54,6 +56,7 @@ def train(config: str, settings: Sequence[str], ranks: int, folder: Path, length
 
     Args:
         hosts: each an agent of torchrun with its share of the ranks and of the GPUs, which ``DLRM_FUSED_HOST`` calls a host.
+            Where ranks are more than GPUs, hosts share them, for correctness alone.
 
     Returns:
         As :func:`measured`.
@@ -68,10 +71,12 @@ def train(config: str, settings: Sequence[str], ranks: int, folder: Path, length
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = f"localhost:{free.getsockname()[1]}"
-    agents, of_host = [], ranks // hosts
+    agents, of_host, gpu_count = [], ranks // hosts, torch.cuda.device_count() or ranks
     for host in range(hosts):
-        gpus = ",".join(map(str, range(host * of_host, (host + 1) * of_host)))
+        gpus = ",".join(str(rank % gpu_count) for rank in range(host * of_host, (host + 1) * of_host))
         env = {**os.environ, "DLRM_FUSED_HOST": f"host{host}", "CUDA_VISIBLE_DEVICES": gpus}
+        if gpu_count < ranks:
+            env["NCCL_HOSTID"] = f"host{host}"  # else NCCL refuses ranks that share a GPU
         with (folder / f"log_{host}.txt").open("w") as log:
             command = [*_agent(hosts, of_host, meeting), *arguments]
             agents.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))

@@ -1,7 +1,8 @@
 """Checks on all GPUs of the machine, in one launch of ranks, one after the other, each with a workspace of its own.
 
 A machine with one GPU has two ranks that share it, and take turns there: their times say nothing, their results are those of
-two. With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes, without CUDA graphs.
+two. ``RANKS=4`` makes so many ranks share fewer GPUs. With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes,
+without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Check = Callable[[SymmetricGroup], Any]
 
 ON_GPU = torch.cuda.is_available()
 GPUS = torch.cuda.device_count()
-RANKS = max(2, min(4, GPUS))
+RANKS = int(os.environ.get("RANKS", max(2, min(4, GPUS))))
 SHARE_A_GPU = ON_GPU and GPUS < RANKS
 # The interpreter has no product of bf16.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
@@ -96,20 +97,15 @@ def process_group_of_checks(rank: Rank) -> Iterator[torch.device]:
     else:
         device = torch.device("cuda", rank.index % GPUS)
         torch.cuda.set_device(device)
-    if not SHARE_A_GPU:
-        with process_group(rank, device):
-            yield device
-        return
-    _let_ranks_share_a_gpu()
-    dist.init_process_group("gloo")  # NCCL refuses
-    try:
+    if SHARE_A_GPU:
+        _let_ranks_share_a_gpu(rank)
+    with process_group(rank, device):
         yield device
-    finally:
-        dist.destroy_process_group()
 
 
-def _let_ranks_share_a_gpu() -> None:
+def _let_ranks_share_a_gpu(rank: Rank) -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["NCCL_HOSTID"] = f"host{rank.index // GPUS}"  # NCCL refuses ranks of one host
     refused: Any = CudaGroup
     refused._check_gpus = refused._unreachable = lambda self, gpus: []
 

@@ -1,6 +1,7 @@
-"""Whole runs between hosts on GPUs: the other host names a rank that fails, and a restart ends with the same bits.
+"""Whole runs between hosts on GPUs: they have the losses of one GPU, the other host names a rank that fails, and a restart ends
+with the same bits.
 
-Two ranks, each with a GPU, are declared to be two hosts.
+Two ranks, each with a GPU, are declared to be two hosts; for losses also two hosts of two ranks each, which share the GPUs.
 ``FAULTS=20 pytest tests/gpu/test_training_between_hosts_cuda.py`` for so many of each fault.
 """
 
@@ -18,9 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.training.runs import Lengths, train
 from dlrm_fused.cli import train_command
 from tests.distributed.killing import assert_same_outcome, last_step
 from tests.distributed.launch import Ended, run_program, small_config
+from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 MOST_SECONDS = 30.0
@@ -36,6 +39,31 @@ SETTINGS = [
     "checkpoint.every_steps=25",
     "evaluation.every_steps=60",
 ]
+LOSSES = [
+    *WITHOUT_AMPLIFIED_ROUNDING,
+    "embedding.sharding=table_wise",
+    "data.synthetic.test_samples=8192",
+    "evaluation.every_steps=0",
+    "training.compile=never",
+]
+MODELS = {
+    "dcnv2": ["model.kind=dcnv2", "model.top_mlp=[128,64,1]"],
+    # In fp32 experts run unfused on GPUs.
+    "experts": [
+        "model.kind=dcnv2",
+        "model.top_mlp=[128,64,1]",
+        "model.experts.count=16",
+        "model.experts.hidden=256",
+        "training.precision=tf32",
+    ],
+    "transformer": [
+        "model.kind=transformer",
+        "model.d_model=256",
+        "model.heads=4",
+        "data.synthetic.history_length=30",
+        "data.synthetic.history_items=2000",
+    ],
+}
 
 
 def kill() -> None:
@@ -89,3 +117,18 @@ def test_the_other_host_names_a_rank_that_fails_and_a_restart_ends_with_the_same
         ended = train(name, run)
         assert ended.statuses == [0, 0], ended.output
     assert_same_outcome(config.run_dir, whole.run_dir)
+
+
+def losses_of(model: str, folder: Path, ranks: int, hosts: int, *settings: str) -> list[float]:
+    settings = (*LOSSES, *MODELS[model], *settings)
+    run = train("configs/synthetic.yaml", settings, ranks, folder, Lengths(warmup=0, timed=50, interval=1), hosts)
+    return [loss for _, loss in run["losses"]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_on_two_hosts_are_those_of_one_gpu(model: str, tmp_path: Path) -> None:
+    one = losses_of(model, tmp_path / "one", 1, 1)
+    assert len(one) == 50
+    for ranks in (2, 4):
+        found = losses_of(model, tmp_path / f"{ranks} ranks", ranks, 2, "comm=fused", "comm_strict=true")
+        assert found == pytest.approx(one, rel=1e-4), ranks

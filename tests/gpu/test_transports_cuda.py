@@ -2,7 +2,8 @@
 
 Every rank counts as a host of its own; where there are four, also every two as a host. All ranks have two groups: one of one
 host, and one in which what goes to other hosts is a message. Hosts of two ranks add up what row-wise tables give before they
-send it: these columns need only be equal up to rounding.
+send it: these columns need only be equal up to rounding. In the last epochs PyTorch raises where the host would wait for its
+GPU.
 
 With ``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=5000 pytest tests/gpu/test_transports_cuda.py`` for many
 epochs.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -23,17 +26,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all import Sgd, embedding_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce import between_hosts as sums_between_hosts
 from dlrm_fused.ops.moe import ExpertWorkspace, between_hosts, expert_layer
+from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, sequence_all_to_all, sequence_lookup_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank
 from tests.distributed.launch import Ranks
 from tests.gpu.all_ranks import HALF, ON_GPU, RANKS, SHARE_A_GPU, delay, process_group_of_checks, small_tiles_without_gpus
 from tests.gpu.test_embedding_all_to_all_cuda import world_of
 from tests.ops.embedding_all_to_all.world import Traffic
+from tests.ops.sequence_all_to_all import test_lookup as sequence_lookups
+from tests.ops.sequence_all_to_all.test_op import WIDTH, Call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +48,7 @@ pytestmark = [
 ]
 MOST_SECONDS = 1700.0
 EPOCHS = int(os.environ.get("EPOCHS", "100" if ON_GPU else "3"))
+WATCHED_EPOCHS = 10
 TIMEOUT_SECONDS = 60.0
 COLUMNS, DEPTH = (512, 384) if ON_GPU else (32, 48)
 TILE_ROWS = 16
@@ -86,24 +93,49 @@ def embedding_steps(group: SymmetricGroup, timeout_seconds: float, *, traffic: T
     """Lookups and updates: sum and mean, weighted and not, row-wise tables; batches of all sizes."""
     world = world_of(group.world_size, traffic)
     workspace = world.workspace(group, "transports", timeout_seconds=timeout_seconds)
-    is_sum = torch.zeros(world.layout.columns, dtype=torch.bool, device=group.device)
+    is_sum = torch.zeros(world.layout.columns, dtype=torch.bool)
     for lookup in world.layout.lookups[group.rank]:
         if lookup.row_wise:
             for column, dim in zip(lookup.columns, lookup.dims, strict=True):
                 is_sum[column : column + dim] = True
+    of_sums, of_tables = (chosen.nonzero()[:, 0].to(group.device) for chosen in (is_sum, ~is_sum))
 
     def step(_: int) -> Results:
         sizes = world.draw_batch_sizes()
         own = world.draw_batches(sizes)[group.rank]
-        gradient = world.draw_gradients(sizes)[group.rank].to(group.device)
-        batch = [[getattr(lookup, key).to(group.device) for lookup in own] for key in ("indices", "offsets", "weights")]
+        gradient = _on_device(group, world.draw_gradients(sizes)[group.rank])
+        batch = [[_on_device(group, getattr(lookup, key)) for lookup in own] for key in ("indices", "offsets", "weights")]
         output = embedding_all_to_all(workspace, *batch, sizes)
-        result = output.detach().clone()
+        columns, sums = (output.detach().index_select(1, chosen) for chosen in (of_tables, of_sums))
         output.backward(gradient)
         weights = [tables.weights.clone() for tables in workspace.tables if tables is not None]
-        return Results([result[:, ~is_sum], *weights], [result[:, is_sum]], torch.finfo(traffic.forward_wire).eps)
+        return Results([columns, *weights], [sums], torch.finfo(traffic.forward_wire).eps)
 
     return step
+
+
+def sequences(group: SymmetricGroup, timeout_seconds: float) -> Epoch:
+    """Rows of the caller, and rows of tables, with their gradients; in every other call with places."""
+    workspace = SequenceWorkspace(group, WIDTH, name="transports", timeout_seconds=timeout_seconds)
+    own, rate = sequence_lookups.tables_of(group.rank), torch.tensor(sequence_lookups.RATE, device=group.device)
+    tables = replace(own, weights=own.weights.to(group.device), optimizer=Sgd(rate))
+    workspace.attach_tables([tables])
+
+    def deliver(number: int) -> Results:
+        call = Call.draw(group.world_size, number, features=3, placed=number % 2 > 0)
+        offsets, batch_sizes, counts = call.arguments(group.rank)
+        places = call.places_of(group.rank)
+        arguments = _on_device(group, offsets), batch_sizes, counts, 1.0, None if places is None else _on_device(group, places)
+        drawn = call.rows[group.rank], call.gradients[group.rank], sequence_lookups.indices_of(call, group.rank, number)
+        rows, gradient, indices = (_on_device(group, tensor) for tensor in drawn)
+        delivered = sequence_all_to_all(workspace, rows.requires_grad_(), *arguments)
+        (of_rows,) = torch.autograd.grad(delivered, rows, gradient)
+        looked_up = sequence_lookup_all_to_all(workspace, indices, *arguments)
+        found = looked_up.detach().clone()
+        looked_up.backward(gradient)
+        return Results([delivered.detach(), of_rows, found, tables.weights.clone()])
+
+    return deliver
 
 
 def products(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype) -> Epoch:
@@ -197,7 +229,7 @@ def experts(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtype
         rows = len(chosen)
         leaves = [normal(rows, width), normal(rows, 2).float(), normal(2, hidden, width), normal(2, width, hidden)]
         x, gates, w_in, w_out = (leaf.requires_grad_() for leaf in leaves)
-        out = expert_layer(workspace, x, chosen.to(group.device), gates, w_in, w_out, 0.5)
+        out = expert_layer(workspace, x, _on_device(group, chosen), gates, w_in, w_out, 0.5)
         # Each host adds up what its experts make of a token, and has rows in an order of its own. Results are small: over their
         # largest element the tolerance tells a sum that is missing.
         results = [out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape))]
@@ -213,23 +245,42 @@ def _over_largest(result: Tensor) -> Tensor:
 
 def _normal(group: SymmetricGroup, dtype: torch.dtype, number: int) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(1000 * number + group.rank)
-    return lambda *shape: torch.randn(shape, generator=generator).mul_(0.1).to(group.device, dtype)
+    return lambda *shape: _on_device(group, torch.randn(shape, generator=generator).mul_(0.1).to(dtype))
 
 
+def _on_device(group: SymmetricGroup, tensor: Tensor) -> Tensor:
+    return tensor.to(group.device, non_blocking=True)
+
+
+COUNTED = "experts, tokens that cross are counted"  # for which the host waits
 OPERATORS: dict[str, Callable[[SymmetricGroup, float], Epoch]] = {
     "embedding": partial(embedding_steps, traffic=Traffic(longest_bag=4, largest_batch=6)),
     "embedding, SGD, 16 bits on the wire": partial(
         embedding_steps,
         traffic=Traffic(forward_wire=HALF, backward_wire=HALF, optimizer="sgd", longest_bag=4, largest_batch=6),
     ),
+    "sequences": sequences,
     "products": partial(products, dtype=HALF),
     "products in fp32": partial(products, dtype=torch.float32),
     **({} if SHARE_A_GPU else {"sums": sums}),  # its kernel waits for that of the other rank
     "sharded rows": sharded_rows,
     "experts": partial(experts, dtype=HALF),
-    "experts, tokens that cross are counted": partial(experts, dtype=HALF, all_cross=False),
+    COUNTED: partial(experts, dtype=HALF, all_cross=False),
     "experts in fp32": partial(experts, dtype=torch.float32),
 }
+
+
+@contextmanager
+def host_may_wait(may: bool) -> Iterator[None]:
+    """Unless it may, PyTorch raises where the host would wait for its GPU."""
+    if may:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def differing_epochs(name: str, ranks_per_host: int) -> dict[str, int]:
@@ -245,7 +296,8 @@ def differing_epochs(name: str, ranks_per_host: int) -> dict[str, int]:
         for number in range(EPOCHS):
             by_stores = stores(number)
             delay(late)
-            by_messages = messages(number)
+            with host_may_wait(not ON_GPU or name == COUNTED or number < EPOCHS - WATCHED_EPOCHS):
+                by_messages = messages(number)
             differing += not by_messages.agree(by_stores, hosts_have_sums=ranks_per_host > 1)
     return {"epochs": EPOCHS, "differing": differing}
 
