@@ -119,7 +119,7 @@ class SequenceCall:
         if not uses_kernels(self.workspace.device):
             return PlacedRows(None, None, order_by_rank(self.offsets, self.batch_sizes, self.counts.sent_bounds[-1]))
         are_many = self.workspace.group.hosts.are_many
-        return place_rows(self.offsets, self.batch_sizes, self.counts, *lookup, with_order=are_many)
+        return place_rows(self.offsets, self.batch_sizes, self.counts, *lookup, by_rank=are_many)
 
 
 def _deliver(rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -155,12 +155,10 @@ def send(call: SequenceCall, source: Tensor, placed: PlacedRows) -> tuple[Tensor
     messages = items = None
     if workspace.group.hosts.are_many:
         words(destinations_at).fill_(-1)
-        assert placed.order is not None
-        numbers = placed.order if placed.rows is None else placed.rows.index_select(0, placed.order)
-        sent, received = Rows(source, counts.sent_bounds, numbers), Rows(block, counts.received_bounds, places)
+        sent, received = Rows(source, counts.sent_bounds, placed.in_order), Rows(block, counts.received_bounds, places)
         messages = RowMessages.begin(window, sent, received)
     if placed.targets is None:
-        items = ItemsByRank(counts.sent_bounds, placed.order, None, counts.most_rows, counts.first_rows)
+        items = ItemsByRank(counts.sent_bounds, placed.in_order, None, counts.most_rows, counts.first_rows)
     scatter_rows(
         source, call.offsets if placed.targets is None else placed.targets, window, rows_per_rank=counts.most_rows,
         source_rows=placed.rows, dtype=workspace.forward_wire, destinations_at=destinations_at,
@@ -192,7 +190,7 @@ def receive_gradient(call: SequenceCall, gradient: Tensor, destinations: Tensor)
     rows = _on_wire(gradient, workspace.backward_wire)
     messages = items = None
     if workspace.group.hosts.are_many:
-        sent, received = Rows(rows, counts.received_bounds, places), Rows(block, counts.sent_bounds, call.placed().order)
+        sent, received = Rows(rows, counts.received_bounds, places), Rows(block, counts.sent_bounds, call.placed().in_order)
         messages = RowMessages.begin(window, sent, received)
     if not uses_kernels(workspace.device):
         in_order = destinations if places is None else destinations.index_select(0, places)

@@ -25,7 +25,7 @@ _MOST_PROGRAMS = 1024
 
 @triton.jit(do_not_specialize=["items", "bags", "ranks", "segments"])
 def place_rows_kernel(
-    offsets, bounds, indices, first_rows, targets, rows, order, items, bags, ranks, segments,
+    offsets, bounds, indices, first_rows, targets, rows, in_order, items, bags, ranks, segments,
     LOOKS_UP: tl.constexpr, ORDERS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`place_rows`. Programs (s, ...) place the ids of segment s: of one feature, and asked for by one rank."""
@@ -52,10 +52,12 @@ def place_rows_kernel(
         inside = (item < end) & (item < items)
         place = target + item
         tl.store(targets + item, tl.where(place < end_target, place, -1).to(tl.int32), mask=inside)
+        row = item
         if LOOKS_UP:
-            tl.store(rows + item, first_row + tl.load(indices + item, mask=inside, other=0).to(tl.int64), mask=inside)
+            row = first_row + tl.load(indices + item, mask=inside, other=0).to(tl.int64)
+            tl.store(rows + item, row, mask=inside)
         if ORDERS:
-            tl.store(order + first_of_rank + item, item, mask=inside & (place < end_target))
+            tl.store(in_order + first_of_rank + item, row, mask=inside & (place < end_target))
     if segment == segments - 1:
         for first in range(end + own_ids, items, ids_of_all):
             item = first + tl.arange(0, IDS)
@@ -70,12 +72,13 @@ class PlacedRows(NamedTuple):
     Attributes:
         targets: int32 [n]: rank * most_rows + row, of each id, or -1 for ids beyond those of the counts; None without kernels.
         rows: int64 [n], which rows of the tables they are; None without a lookup.
-        order: int64 [n], their numbers by the rank that asked for them; None where it is not needed.
+        in_order: int64 [n], the same, or their numbers without a lookup, by the rank that asked for them; None where it is not
+            needed.
     """
 
     targets: Tensor | None
     rows: Tensor | None
-    order: Tensor | None
+    in_order: Tensor | None
 
 
 def place_rows(
@@ -85,7 +88,7 @@ def place_rows(
     indices: Tensor | None = None,
     first_rows: Tensor | None = None,
     *,
-    with_order: bool = False,
+    by_rank: bool = False,
 ) -> PlacedRows:
     """Return the places of a rank's rows, by a kernel.
 
@@ -93,15 +96,15 @@ def place_rows(
         offsets: int32 or int64 [features * bags + 1], where the ids of each bag begin; ``batch_sizes`` of each rank, of which
             there are ``bags`` together.
         indices: [n], the ids of a lookup, and ``first_rows`` int64 [features], which are added to them.
-        with_order: whether the order is needed.
+        by_rank: whether :attr:`PlacedRows.in_order` is needed.
     """
     items, ranks, bags = counts.sent_bounds[-1], len(batch_sizes), sum(batch_sizes)
     device = offsets.device
     targets = torch.empty(items, dtype=torch.int32, device=device)
     rows = None if indices is None else torch.empty(items, dtype=torch.int64, device=device)
-    # Zeros, since rows without target are in no place of the order.
-    order = torch.zeros(items, dtype=torch.int64, device=device) if with_order else None
-    placed = PlacedRows(targets, rows, order)
+    # Zeros, since nothing stands for ids beyond those of the counts.
+    in_order = torch.zeros(items, dtype=torch.int64, device=device) if by_rank else None
+    placed = PlacedRows(targets, rows, in_order)
     if not items:
         return placed
     segments = (offsets.numel() - 1) // max(bags, 1) * ranks
@@ -111,16 +114,16 @@ def place_rows(
     bounds = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
     programs = segments, max(1, min(ceil_div(items, segments * _IDS), ceil_div(_MOST_PROGRAMS, segments)))
     launch_again(
-        (kinds_of(offsets, indices), with_order), place_rows_kernel, programs,
+        (kinds_of(offsets, indices), by_rank), place_rows_kernel, programs,
         offsets, bounds, offsets if indices is None else indices, offsets if first_rows is None else first_rows,
-        targets, targets if rows is None else rows, targets if order is None else order, items, bags, ranks, segments,
-        LOOKS_UP=indices is not None, ORDERS=with_order, IDS=_IDS,
+        targets, targets if rows is None else rows, targets if in_order is None else in_order, items, bags, ranks, segments,
+        LOOKS_UP=indices is not None, ORDERS=by_rank, IDS=_IDS,
     )  # fmt: skip
     return placed
 
 
 def order_by_rank(offsets: Tensor, batch_sizes: Sequence[int], count: int) -> Tensor:
-    """Return :attr:`PlacedRows.order` without a kernel. The host waits for the device.
+    """Return :attr:`PlacedRows.in_order` without a kernel, and without a lookup. The host waits for the device.
 
     Args:
         offsets, batch_sizes: as of :func:`place_rows`.
