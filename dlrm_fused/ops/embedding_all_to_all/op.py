@@ -20,7 +20,6 @@ Kernels need a GPU, or Triton's interpreter (``TRITON_INTERPRET=1``) on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -146,18 +145,16 @@ def _look_up_between_hosts(
     workspace: EmbeddingWorkspace, plan: BatchPlan, to_hosts: Sequence[Lookup], to_ranks: Sequence[Lookup], receive_offset: int
 ) -> PooledSlices:
     """Look up first what goes to other hosts, and beside its message what ranks of this host get; few results at once."""
-    if plan.slices.results.bytes >= _FEW_BYTES:
-        slices = _look_up_slices(workspace, plan, to_hosts, beside=True)
-        _look_up_for_ranks(workspace, plan, to_ranks, receive_offset)
-        return slices
-    side = workspace.side_stream
+    are_few = plan.slices.results.bytes < _FEW_BYTES
+    side = workspace.side_stream if are_few else None
     main = current_stream(workspace.device) if side else None
     if side and main:
         side.wait_stream(main)
     try:
-        with torch.cuda.stream(side) if side else nullcontext():
+        slices = _look_up_slices(workspace, plan, to_hosts, beside=not are_few)
+        with torch.cuda.stream(side):
             _look_up_for_ranks(workspace, plan, to_ranks, receive_offset)
-        return _look_up_slices(workspace, plan, to_hosts, beside=False)
+        return slices
     finally:
         if side and main:
             main.wait_stream(side)
