@@ -49,8 +49,8 @@ _LOOK_SECONDS = 0.02
 _REFUSAL_SECONDS = 2.0
 # A rank that waits looks so often whether another one asks who does.
 _ASK_SECONDS = 1.0
-# Of NCCL's kernels on what the current stream computes next, whose programs may hold all multiprocessors until they end, as
-# those of products and lookups do: a message beside them would begin when they have ended.
+# NCCL's kernels have it before what the current stream computes next. Programs of products and lookups may hold all
+# multiprocessors until they end, and a message beside them would begin only then.
 # (``torch.distributed._symmetric_memory`` gives products a late start, too.)
 _HEAD_START_SECONDS = 1e-6
 
