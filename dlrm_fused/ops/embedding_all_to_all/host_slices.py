@@ -184,6 +184,17 @@ class HostSlices:
             tiles += [replace(tile, source_column=tile.source_column + self.width) for tile in row_wise]
         return tiles
 
+    @cached_property
+    def gradient_begins(self) -> dict[int, int]:
+        """By rank of another host whose slice of gradients lies among this rank's as it comes: the byte at which it begins."""
+        own = self._hosts.rank
+        widths = {sender: self.gradient_width(sender, own) for sender in self._hosts.remote}
+        return {
+            sender: tiles[0].offset
+            for sender, tiles in self.spread_tiles.items()
+            if len(tiles) == 1 and tiles[0].peer == own and tiles[0].stride == tiles[0].width == widths[sender]
+        }
+
     @lasting_property
     def spread_tables(self) -> dict[int, Tensor]:
         """:attr:`spread_tiles` for the kernel, without slices that are empty."""

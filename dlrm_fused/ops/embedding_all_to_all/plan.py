@@ -117,7 +117,7 @@ class BatchPlan:
     def host_parts_view(self, staging: SymmetricMemory, rank: int) -> Tensor:
         """[ranks of this host, bags of a rank of another one, row-wise columns]: partial sums that this rank adds up for it."""
         shape = (len(self.hosts.local), self.batch_sizes[rank], self.layout.row_wise_columns)
-        return _view(staging, self.places.host_parts_offset(self.hosts.rank, rank), shape, self.forward_wire)
+        return tensor_in(staging, self.places.host_parts_offset(self.hosts.rank, rank), shape, self.forward_wire)
 
     def host_sum_view(self, staging: SymmetricMemory, sender: int) -> Tensor:
         """[local batch, row-wise columns]: where the sum of the sender's host is received, from this rank's counterpart."""
@@ -126,28 +126,29 @@ class BatchPlan:
     def partial_sums_view(self, staging: SymmetricMemory) -> Tensor:
         """[sources, local batch, row-wise columns] as received by this rank, in the wire's dtype."""
         shape = (self.places.sources(self.hosts.rank), self.local_batch, self.layout.row_wise_columns)
-        return _view(staging, self.places.partial_sums_offset(self.hosts.rank), shape, self.forward_wire)
+        return tensor_in(staging, self.places.partial_sums_offset(self.hosts.rank), shape, self.forward_wire)
 
     def presence_view(self, staging: SymmetricMemory) -> Tensor:
         """uint8 [sources, row-wise features, bags, rounded up] as received by this rank: 1 where a partial sum was sent."""
         places = self.places
         shape = (places.sources(self.hosts.rank), self.layout.row_wise_features, places.presence_stride(self.hosts.rank))
-        return _view(staging, places.presence_offset(self.hosts.rank), shape, torch.uint8)
+        return tensor_in(staging, places.presence_offset(self.hosts.rank), shape, torch.uint8)
 
     def output_view(self, outputs: SymmetricMemory, offset: int) -> Tensor:
         """[local batch, columns] of the output's dtype, from byte ``offset`` on."""
-        return _view(outputs, offset, (self.local_batch, self.layout.columns), self.output_dtype)
+        return tensor_in(outputs, offset, (self.local_batch, self.layout.columns), self.output_dtype)
 
     def staged_view(self, staging: SymmetricMemory) -> Tensor:
         """[local batch, columns] as received by this rank, in the wire's dtype; nothing in the row-wise columns."""
-        return _view(staging, 0, (self.local_batch, self.layout.columns), self.forward_wire)
+        return tensor_in(staging, 0, (self.local_batch, self.layout.columns), self.forward_wire)
 
     def gradients_view(self, gradients: SymmetricMemory, lookup: int) -> Tensor:
         """[global batch, width] of a lookup of this rank, in the wire's dtype."""
         shape = (self.global_batch, self.layout.lookups[self.hosts.rank][lookup].width)
-        return _view(gradients, self.places.gradients_offset(self.hosts.rank, lookup), shape, self.backward_wire)
+        return tensor_in(gradients, self.places.gradients_offset(self.hosts.rank, lookup), shape, self.backward_wire)
 
 
-def _view(memory: SymmetricMemory, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def tensor_in(memory: SymmetricMemory, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the tensor that begins at a byte of this rank's memory."""
     size = math.prod(shape) * dtype.itemsize
     return memory.local[offset : offset + size].view(dtype).view(shape)

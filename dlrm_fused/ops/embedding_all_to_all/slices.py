@@ -17,7 +17,7 @@ from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import Tile
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
-from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, tensor_in
 from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
 from dlrm_fused.ops.embedding_all_to_all.scatter import store_tiles
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
@@ -129,11 +129,16 @@ class GradientSlices:
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
         sent = self._whole(gradient) if distinct is None else self._compressed(gradient, distinct)
-        received = {
-            rank: torch.empty(self._sizes(number, rank), dtype=workspace.backward_wire, device=workspace.device)
-            for number, rank in enumerate(plan.hosts.remote)
-        }
+        received = {rank: self._place(number, rank) for number, rank in enumerate(plan.hosts.remote)}
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
+
+    def _place(self, number: int, sender: int) -> Tensor:
+        """Return where a sender's slice is received: where it belongs, if it lies there as it comes."""
+        sizes, wire = self._sizes(number, sender), self._workspace.backward_wire
+        begin = self._plan.slices.gradient_begins.get(sender)
+        if begin is None or self._distinct is not None:
+            return torch.empty(sizes, dtype=wire, device=self._workspace.device)
+        return tensor_in(self._workspace.gradients, begin, sizes, wire)
 
     def _sizes(self, number: int, sender: int) -> tuple[int, ...]:
         """Return the shape of a sender's slice: [bags, width]; flat with distinct rows, then columns of row-wise tables."""
@@ -182,6 +187,8 @@ class GradientSlices:
         plan, workspace = self._plan, self._workspace
         wire = workspace.backward_wire
         for rank, slice_ in self._slices.arrivals():
+            if rank in plan.slices.gradient_begins and self._distinct is None:
+                continue
             if uses_kernels(workspace.device) and self._distinct is None:
                 _store(slice_, plan.slices.spread_tables.get(rank), workspace.gradients, 0, wire)
                 continue

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import ByteLayout
+from dlrm_fused.ops.embedding_all_to_all.host_slices import HostSlices
 from dlrm_fused.symmetric.hosts import Hosts
 
 BATCH_SIZES = (5, 0, 17, 2)
@@ -42,3 +44,19 @@ def test_no_two_rows_of_all_ranks_have_the_same_bytes(hosts: tuple[tuple[int, ..
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found)), (memory, rank)
         assert max((end for _, end in found), default=0) <= sizes[memory](places[rank], rank)
     assert {memory for memory, _ in stored} == ({"staging", "gradients"} if is_staged else set(sizes))
+
+
+def test_gradients_of_a_rank_with_one_lookup_arrive_where_they_belong() -> None:
+    one, two = (LookupLayout((0,), (8,)),), (LookupLayout((8,), (4,)), LookupLayout((12,), (8,)))
+    layout, hosts, batch_sizes = ExchangeLayout((one, two), 20), ((0,), (1,)), (3, 5)
+    begins = [
+        HostSlices(
+            ByteLayout(layout, Hosts(hosts, rank), batch_sizes, 4, 4, 2, False),
+            torch.float32,
+            torch.float16,
+            torch.device("cpu"),
+        ).gradient_begins
+        for rank in range(2)
+    ]
+    # Behind the 3 bags of rank 0, of 8 columns and 2 bytes.
+    assert begins == [{1: 3 * 8 * 2}, {}]
