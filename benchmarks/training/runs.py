@@ -72,6 +72,8 @@ def train(config: str, settings: Sequence[str], ranks: int, folder: Path, length
         free.bind(("localhost", 0))
         meeting = f"localhost:{free.getsockname()[1]}"
     agents, of_host, gpu_count = [], ranks // hosts, torch.cuda.device_count() or ranks
+    if of_host > gpu_count:
+        raise SystemExit(f"hosts={hosts}: {of_host} ranks of a host, but {gpu_count} GPUs")
     for host in range(hosts):
         gpus = ",".join(str(rank % gpu_count) for rank in range(host * of_host, (host + 1) * of_host))
         env = {**os.environ, "DLRM_FUSED_HOST": f"host{host}", "CUDA_VISIBLE_DEVICES": gpus}

@@ -1,8 +1,8 @@
 """Checks on all GPUs of the machine, in one launch of ranks, one after the other, each with a workspace of its own.
 
 A machine with one GPU has two ranks that share it, and take turns there: their times say nothing, their results are those of
-two. ``RANKS=4`` makes so many ranks share fewer GPUs. With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes,
-without CUDA graphs.
+two. ``RANKS=4`` makes so many ranks share fewer GPUs. With ``TRITON_INTERPRET=1`` they run on the CPU too, without
+CUDA graphs.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from dlrm_fused.ops.common.recorded import recorded_tiles
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
-from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, in_slices, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles, store_tiles
@@ -224,7 +224,9 @@ def launch_chosen_rows() -> None:
 def launch_place_rows(with_lookup: bool) -> None:
     counts = Counts(asked=(3, 1), sent=(2, 4), first_rows=(0, 3), most_rows=6, fingerprint=1)
     offsets, ids = torch.zeros(2 * 5 + 1, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
-    places.place_rows(offsets, [2, 3], counts, *((ids, torch.zeros(2, dtype=torch.int64)) if with_lookup else ()))
+    lookup = (ids, torch.zeros(2, dtype=torch.int64)) if with_lookup else ()
+    for by_rank in (False, True):
+        places.place_rows(offsets, [2, 3], counts, *lookup, by_rank=by_rank)
 
 
 def launch_route() -> None:
@@ -406,6 +408,11 @@ def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch
             Lookup(0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights),
             in_memory_of_ranks(workspace, plan, 0), receive_offset=4096, first=True, last=True,
         )  # fmt: skip
+        lookup_and_scatter(
+            workspace, plan,
+            Lookup(0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights),
+            in_slices(plan.slices, staging.local), receive_offset=0, first=False, last=False,
+        )  # fmt: skip
     reduce._finish_staged(workspace, plan, torch.zeros(4, 84, dtype=output), are_empty_bags_sent=not row_wise)
 
 
@@ -432,7 +439,8 @@ def launch_store_tiles(wire: torch.dtype) -> None:
     """A gradient is packed into slices, and one that has arrived is spread."""
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
     plan = BatchPlan(layout, Hosts(((0,), (1,)), 0), (4, 4), SINGLE, wire, wire, torch.device("cpu"))
-    store_tiles(rows(SINGLE, 4, WORLD * WIDTH), plan.slices.gradient_buffer_table, 4, memory().addresses, 0, wire)
+    buffer = plan.slices.gradients.new_buffer(torch.device("cpu"))
+    store_tiles(rows(SINGLE, 4, WORLD * WIDTH), plan.slices.gradient_buffer_table, 4, buffer, 0, wire)
     store_tiles(rows(wire, 4), plan.slices.spread_tables[1], 4, memory().addresses, 0, wire)
 
 

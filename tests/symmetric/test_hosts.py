@@ -44,6 +44,21 @@ def test_a_rank_talks_to_the_one_with_its_number_on_each_other_host() -> None:
     assert hosts_of("aabbcc", 4).remote == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "runs"),
+    [
+        (((0, 1, 2),), ()),
+        (((0, 1), (2, 3)), (range(2, 4),)),
+        (((0, 2), (1, 3)), (range(1, 2), range(3, 4))),
+        (((1, 2), (0, 4), (3,)), (range(0, 1), range(3, 5))),
+    ],
+)
+def test_ranks_of_other_hosts_that_are_neighbours_are_taken_together(
+    hosts: tuple[tuple[int, ...], ...], runs: tuple[range, ...]
+) -> None:
+    assert Hosts(hosts, hosts[0][0]).remote_runs == runs
+
+
 def test_every_rank_of_another_host_has_one_counterpart_that_serves_it() -> None:
     for names in ("aabb", "abbb", "abab", "aabbbcc"):
         ranks = range(len(names))

@@ -77,6 +77,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclLink]]:
     monkeypatch.setattr(messages, "default_store", lambda: store)
     monkeypatch.setattr(messages, "nccl_backend", lambda *_: Nccl())
     monkeypatch.setattr(messages, "current_stream", lambda _: None)
+    monkeypatch.setattr(messages, "sleep_on_device", lambda _: None)
     for name, seconds in (("_ASK_SECONDS", ASK_SECONDS), ("_LOOK_SECONDS", 0.005), ("_REFUSAL_SECONDS", 0.1)):
         monkeypatch.setattr(messages, name, seconds)
     cpu = torch.device("cpu")
@@ -120,6 +121,19 @@ def test_an_exchange_is_one_launch_for_all_ranks(links: list[NcclLink]) -> None:
     assert [slice_.numel() for slice_ in sent] == [0, 0, 3]
     assert received[1] is theirs
     assert sent[2] is mine
+
+
+def test_a_message_has_a_head_start_on_what_runs_beside_it(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps: list[float] = []
+    monkeypatch.setattr(messages, "sleep_on_device", sleeps.append)
+    values = torch.ones(3)
+    links[0].exchange({2: values}, {}, tag=0)
+    links[0].all_reduce(values)
+    assert len(sleeps) == 2
+    links[0].exchange({2: values}, {}, tag=0, beside=False)
+    links[0].all_reduce(values, beside=False)
+    links[0].exchange({}, {}, tag=0)
+    assert len(sleeps) == 2
 
 
 def test_what_is_not_beside_the_current_stream_has_nothing_to_wait_for_and_is_watched(links: list[NcclLink]) -> None:

@@ -158,11 +158,6 @@ class _Call:
         shape, dtype = (self.rows_per_rank, self.source.shape[1]), self.dtype
         return self.window.memory.peer(peer)[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def store(self, peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
-        """Store rows in the block of a rank of this host."""
-        self.places(peer, offset).index_copy_(0, rows, values)
-        self.tell(peer, offset, rows, destinations)
-
     def tell(self, peer: int, offset: int, rows: Tensor | slice, destinations: Tensor) -> None:
         """Say where the rows that were stored come from."""
         if self.destinations_at is not None:
@@ -179,9 +174,8 @@ class _Call:
             rows = self.words(peer, offset + self.places_at)[rows].long()
         numbers = torch.arange(items.start, items.stop) if isinstance(items, slice) else items
         if isinstance(rows, Tensor):
-            self.store(peer, offset, rows, self.values(items), self.first_destination + numbers)
-            return
-        if self.source_rows is None and self.dtype == self.source.dtype and self.repeats == 1 and self.scale is None:
+            self.places(peer, offset).index_copy_(0, rows, self.values(items))
+        elif self.source_rows is None and self.dtype == self.source.dtype and self.repeats == 1 and self.scale is None:
             torch.index_select(self.source, 0, numbers, out=self.places(peer, offset)[rows])
         else:
             self.places(peer, offset)[rows] = self.values(items)

@@ -163,7 +163,7 @@ class EmbeddingWorkspace(Workspace):
 
     @cached_property
     def side_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream for what runs beside the current one; None on the CPU."""
+        """Return the stream for sorts and short lookups beside the current one; None on the CPU."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def prefetch_sort(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> PrefetchedSort:

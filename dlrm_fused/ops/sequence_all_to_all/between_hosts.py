@@ -21,7 +21,7 @@ class Rows:
     Attributes:
         matrix: [rows, width].
         bounds: [ranks + 1], where the rows of each rank begin.
-        numbers: int64, of the rows in the order of ``bounds``; None: they lie in the matrix in this order.
+        numbers: int64 [bounds[-1]], of the rows in the order of ``bounds``; None: they lie in the matrix in this order.
     """
 
     matrix: Tensor

@@ -46,7 +46,7 @@ def place_rows_kernel(
     # Lengths that are not those of the counts must not reach the rows of others.
     end_target = tl.load(bounds + ranks + ranks + 1 + asking)
     first_row = tl.load(first_rows + feature) if LOOKS_UP else 0
-    first_of_rank = tl.load(bounds + 3 * ranks + 1 + asking) + before - begin
+    first_of_rank = tl.load(bounds + ranks + ranks + ranks + 1 + asking) + before - begin
     for first in range(begin + own_ids, end, ids_of_all):
         item = first + tl.arange(0, IDS)
         inside = (item < end) & (item < items)
@@ -57,7 +57,7 @@ def place_rows_kernel(
             row = first_row + tl.load(indices + item, mask=inside, other=0).to(tl.int64)
             tl.store(rows + item, row, mask=inside)
         if ORDERS:
-            tl.store(in_order + first_of_rank + item, row, mask=inside & (place < end_target))
+            tl.store(in_order + first_of_rank + item, row, mask=inside & (before + item >= begin) & (place < end_target))
     if segment == segments - 1:
         for first in range(end + own_ids, items, ids_of_all):
             item = first + tl.arange(0, IDS)

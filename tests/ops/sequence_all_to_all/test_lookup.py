@@ -78,7 +78,7 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("hosts", "dtype"), [((0,), torch.float32), ((0, 0), torch.float16), ((0, 0, 1), torch.float32)], ids=str
+    ("hosts", "dtype"), [((0,), torch.float32), ((0, 0), torch.float16), ((0, 1, 0), torch.float32)], ids=str
 )
 def test_rows_come_from_tables_and_gradients_update_them(hosts: tuple[int, ...], dtype: torch.dtype) -> None:
     assert run_ranks(len(hosts), on_hosts, hosts, wrong_calls, range(6, 12), dtype) == [[]] * len(hosts)

@@ -149,6 +149,7 @@ def wrong_calls(seeds: Sequence[int], dtype: torch.dtype, longest_delay: float =
         ((0, 0, 0), torch.float32),
         ((0, 1), torch.float16),
         ((0, 0, 1), torch.float32),
+        ((0, 1, 2, 0), torch.float32),
     ],
     ids=str,
 )
