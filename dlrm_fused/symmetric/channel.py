@@ -63,6 +63,8 @@ _HALF = {_READY: 1, _ARRIVAL: 0}
 _MANY_YIELDS, _FEW_YIELDS = 100, 5
 # Seconds between two looks of a sleeping process whether the rank that it waits for is gone.
 _LOOK_SECONDS = 0.02
+# Likewise of a rank that waits for all on the host, which is seldom.
+_ASSEMBLY_LOOK_SECONDS = 0.001
 
 
 class Channel:
@@ -118,6 +120,7 @@ class Channel:
         self._control = self.control.numpy()
         self._fingerprint = self._unit = 0
         self._has_given_up = False
+        self._assemblies = 0
         if not on_gpu:
             self._state = self.state.numpy()
             self._peers = [rank for rank in group.hosts.local if rank != group.rank]
@@ -154,12 +157,35 @@ class Channel:
         """
         if self.group.is_closed:
             raise UsageError(f"channel {self.name}: its group is closed; make a group and a workspace for further calls")
+        self._raise_failure()
+        self._order.follow()
+
+    def _raise_failure(self) -> None:
+        """As :meth:`raise_fault`, also for a call that has failed elsewhere."""
         self.raise_fault()
         monitor = self.group.peer_monitor
         # Who goes on would take what that rank has sent for a call that failed there.
         if (peer := monitor.failed_peer(self._number)) is not None:
             raise CommunicationError(f"channel {self.name}: a call has failed on {monitor.describe(peer)}; see its message")
-        self._order.follow()
+
+    def assemble(self) -> None:
+        """Wait on the host until all ranks have come here, before what is collective there and has no time limit of its own.
+
+        Raises:
+            CommunicationError: the wait exceeded the limit, a peer is lost, or it makes another call.
+        """
+        monitor, deadline = self.group.peer_monitor, self._deadline()
+        self._assemblies += 1
+        monitor.say_assembled(self._number)
+        for peer in range(self.group.world_size):
+            while peer != self.group.rank and monitor.assemblies(self._number, peer) < self._assemblies:
+                is_gone, is_late = monitor.is_gone(peer), time.monotonic() > deadline
+                self._raise_failure()
+                if (refused := monitor.refused_peer(self._number)) is not None:
+                    self._fail(Why.has_refused, refused, _READY)
+                if is_gone or is_late:
+                    self._fail(Why.is_gone if is_gone else Why.is_late, peer, _READY)
+                time.sleep(_ASSEMBLY_LOOK_SECONDS)
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
@@ -395,6 +421,7 @@ class Channel:
             # Asked before the look: a peer may have signalled and then ended.
             gone = peer_monitor.lost_peer() is not None or peer_monitor.has_left(peer)
             gone |= self._link is not None and peer_monitor.refused_peer(self._number) is not None
+            is_elsewhere = peer_monitor.assemblies(self._number, peer) > self._assemblies
             expired = time.monotonic() > deadline
             seen = int(self._halves[half])
             # The plain look is cheap, and the acquiring one orders what follows after it.
@@ -402,6 +429,9 @@ class Channel:
                 return _load_acquire(self._word(self.group.rank, index))
             if gone or expired:
                 self._fail(Why.is_gone if gone else Why.is_late, peer, awaited)
+            if is_elsewhere:
+                peer_monitor.say_failed(self._number)
+                self._fail(Why.differs, peer, awaited)
             looks += 1
             if looks < self._yields:
                 os.sched_yield()

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -36,12 +36,13 @@ _KEEPALIVE_PROBES = 3
 # (kind, rank, channel), of which not all kinds need all. A rank says goodbye before it leaves in good order, and tells others
 # of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have already read which
 # rank was the first. A rank that takes no part in an exchange because of an error of its own tells those whom its flags do not
-# reach; and one that makes no more calls, since a call has failed there, tells all.
+# reach; and one that makes no more calls, since a call has failed there, tells all. So does one that waits for all on the host.
 _MESSAGE = struct.Struct("!iiq")
 _GOODBYE = 0
 _LOST = 1
 _REFUSED = 2
 _FAILED = 3
+_ASSEMBLED = 4
 
 
 class PeerMonitor:
@@ -61,6 +62,7 @@ class PeerMonitor:
         self._left: set[int] = set()
         self._refused: dict[int, int] = {}  # by channel, the first rank
         self._failed: dict[int, int] = {}  # likewise
+        self._assemblies: Counter[tuple[int, int]] = Counter()  # by channel and rank
         self._gone: set[int] = set()  # that were told to callbacks
         self._gone_callbacks: list[Callable[[int], None]] = []
         self._refused_callbacks: dict[int, Callable[[int], None]] = {}  # by channel
@@ -127,6 +129,14 @@ class PeerMonitor:
     def failed_peer(self, channel: int) -> int | None:
         """Return the first rank that makes no more calls of a channel, since one has failed there; None if there was none."""
         return self._failed.get(channel)
+
+    def say_assembled(self, channel: int) -> None:
+        """Tell all ranks that this one waits for all of them, on the host, in a call of a channel."""
+        self._tell(_ASSEMBLED, self._rank, self._peers, channel)
+
+    def assemblies(self, channel: int, rank: int) -> int:
+        """Return how often a rank has said so of a channel."""
+        return self._assemblies[channel, rank]
 
     def on_gone(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when it is of no use to wait for a peer any more: it is lost, or has left 5 seconds ago.
@@ -217,6 +227,8 @@ class PeerMonitor:
                 self._refused_callbacks.get(channel, _ignore)(rank)
             elif kind == _FAILED:
                 self._failed.setdefault(channel, rank)
+            elif kind == _ASSEMBLED:
+                self._assemblies[channel, rank] += 1
             else:
                 self._lose(rank)
         if received and peer not in self._left:

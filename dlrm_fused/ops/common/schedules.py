@@ -104,6 +104,7 @@ class Schedules:
         for name in [*names] * _ROUNDS:
             own[name].append(call_seconds(partial(run, name), self._device))
             self._channel.raise_fault()
+        self._channel.assemble()
         of_ranks = self._channel.group.gather(lambda: own)
 
         def median(name: str, of: Callable[[CallSeconds], float]) -> float:

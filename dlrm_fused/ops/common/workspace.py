@@ -182,6 +182,7 @@ def asked_of_all_ranks(workspace: Workspace, key: str, value: object) -> Iterato
             raise failure
         return value
 
+    workspace.channel.assemble()
     values = workspace.group.gather(outcome)
     for rank, other in enumerate(values):
         if other != values[0]:

@@ -7,8 +7,8 @@ as one. The backward pass brings the output's gradient to the owners of the tabl
 ``gradient_scale`` says.
 
 This is what ``comm=fused`` runs on the CPU, around FBGEMM's lookup: values are copied, never computed anew, so that results and
-gradients are bit-identical to those of TorchRec's table- and column-wise paths. On GPUs it serves lookups that
-:mod:`dlrm_fused.ops.embedding_all_to_all.op` does not cover.
+gradients are bit-identical to those of TorchRec's table- and column-wise paths; but for the order of sums of gradients between
+hosts, with ``distinct``. On GPUs it serves lookups that :mod:`dlrm_fused.ops.embedding_all_to_all.op` does not cover.
 """
 
 from __future__ import annotations

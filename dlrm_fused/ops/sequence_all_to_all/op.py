@@ -113,6 +113,17 @@ class SequenceCall:
             raise UsageError(f"{name}: a rank receives {counts.most_rows} rows; needed: less than 2**31 / {ranks}")
         if not self.gradient_divisor > 0:
             raise UsageError(f"{name}: gradient_divisor={self.gradient_divisor}; needed: a positive number")
+        if not uses_kernels(self.workspace.device):
+            self._check_values()
+
+    def _check_values(self) -> None:
+        """Raise UsageError for wrong numbers in tensors of the CPU. Kernels leave out what is beyond the counts."""
+        name, sent, received = self.workspace.name, self.counts.sent_bounds[-1], self.counts.received_bounds[-1]
+        if int(self.offsets[-1]) != sent:
+            raise UsageError(f"{name}: offsets end with {int(self.offsets[-1])}; needed: {sent}, the ids in counts")
+        if self.places is not None and received and not 0 <= int(self.places.min()) <= int(self.places.max()) < received:
+            found = f"from {int(self.places.min())} to {int(self.places.max())}"
+            raise UsageError(f"{name}: places {found}; needed: each number from 0 to {received - 1}")
 
     def placed(self, *lookup: Tensor) -> PlacedRows:
         """Return the places of this rank's rows; ``lookup``: indices and first rows, as of :func:`place_rows`."""
@@ -128,7 +139,8 @@ def _deliver(rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     with workspace.checks(counts):
         call.check()
         check_tensor(workspace, "rows", rows, workspace.output_dtype, (counts.sent_bounds[-1], workspace.width))
-    return send(call, _on_wire(rows, workspace.forward_wire), call.placed())
+        placed = call.placed()
+    return send(call, _on_wire(rows, workspace.forward_wire), placed)
 
 
 def send(call: SequenceCall, source: Tensor, placed: PlacedRows) -> tuple[Tensor, Tensor]:

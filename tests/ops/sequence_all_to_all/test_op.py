@@ -111,8 +111,9 @@ class Call(NamedTuple):
         return gradient
 
 
-def new_workspace(group: SymmetricGroup, **settings: object) -> SequenceWorkspace:
-    return SequenceWorkspace(group, WIDTH, name="sequences", timeout_seconds=30.0, **settings)  # type: ignore[arg-type]
+def new_workspace(group: SymmetricGroup, timeout_seconds: float = 30.0, **settings: object) -> SequenceWorkspace:
+    settings["timeout_seconds"] = timeout_seconds
+    return SequenceWorkspace(group, WIDTH, name="sequences", **settings)  # type: ignore[arg-type]
 
 
 def wrong_calls(seeds: Sequence[int], dtype: torch.dtype, longest_delay: float = 0.01, mutant: str | None = None) -> list[str]:
@@ -457,3 +458,73 @@ def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     ended = run_program(3, tmp_path, 240.0, call_until_rank_1_is_killed)
     assert ended.statuses == [0, -signal.SIGKILL, 0], ended.output
     assert len(re.findall(r"rank 1 on \S+ \(pid \d+\) is lost", ended.output)) == 2, ended.output
+
+
+def delivered(workspace: SequenceWorkspace, counts: list[list[int]], **changed: Tensor) -> Tensor:
+    """A call with one feature, and a sample of each rank."""
+    sent = [asked[workspace.rank] for asked in counts]
+    offsets = torch.tensor([0, *itertools.accumulate(sent)])
+    arguments = {"rows": torch.ones(sum(sent), WIDTH), "offsets": offsets, "batch_sizes": [1] * len(counts), "counts": counts}
+    return sequence_all_to_all(workspace, **{**arguments, **changed})
+
+
+def told_of_different_counts() -> tuple[str, float]:
+    """On a rank: the error, and after how many seconds, where the counts of rank 1 alone need more memory."""
+    with cpu_group() as group:
+        workspace = new_workspace(group, timeout_seconds=5.0)
+        delivered(workspace, [[1, 1], [1, 1]])
+        began = time.monotonic()
+        with pytest.raises(CommunicationError) as told:
+            delivered(workspace, [[4, 1], [1, 1]] if group.rank == 1 else [[1, 1], [1, 1]])
+        return str(told.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=str)
+def test_ranks_of_which_one_needs_more_memory_are_told_within_the_time_limit(hosts: tuple[int, ...]) -> None:
+    for told, seconds in run_ranks(2, on_hosts, hosts, told_of_different_counts):
+        assert re.search(
+            "differ in shapes or settings|a call has failed on rank 0|longer than 5 s|rank 1 .* has ended while", told
+        ), told
+        assert seconds < 10.0
+
+
+def told_of_a_rank_that_sleeps() -> tuple[str, float]:
+    with cpu_group() as group:
+        workspace = new_workspace(group, timeout_seconds=2.0)
+        delivered(workspace, [[1, 1], [1, 1]])
+        began = time.monotonic()
+        if group.rank == 1:
+            time.sleep(5.0)
+        with pytest.raises(CommunicationError) as told:
+            delivered(workspace, [[9, 9], [9, 9]])
+        return str(told.value), time.monotonic() - began
+
+
+def test_a_rank_that_waits_for_memory_waits_no_longer_than_for_anything_else() -> None:
+    (told, seconds), (late, _) = run_ranks(2, told_of_a_rank_that_sleeps)
+    assert re.search(r"waited for rank 1 .*, longer than 2 s", told)
+    assert seconds < 4.0
+    assert "a call has failed on rank 0" in late
+
+
+def told_of_wrong_values(changed: dict[str, Tensor]) -> str:
+    with cpu_group() as group:
+        workspace = new_workspace(group)
+        with pytest.raises((UsageError, CommunicationError)) as told:
+            changes = {"places": torch.tensor([1, 0])} if "places" in changed else {}
+            delivered(workspace, [[1, 1], [1, 1]], **(changed if group.rank == 1 else changes))
+        return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"offsets": torch.tensor([0, 1, 9])}, "offsets end with 9; needed: 2, the ids in counts"),
+        ({"places": torch.tensor([5, 500000])}, "places from 5 to 500000; needed: each number from 0 to 1"),
+    ],
+    ids=["offsets", "places"],
+)
+def test_numbers_that_do_not_belong_to_the_counts_are_named(changed: dict[str, Tensor], message: str) -> None:
+    other, own = run_ranks(2, told_of_wrong_values, changed)
+    assert message in own
+    assert "rank 1" in other
