@@ -120,8 +120,9 @@ def test_the_other_host_names_a_rank_that_fails_and_a_restart_ends_with_the_same
 
 
 def losses_of(model: str, folder: Path, ranks: int, hosts: int, *settings: str) -> list[float]:
-    settings = (*LOSSES, *MODELS[model], *settings)
-    run = train("configs/synthetic.yaml", settings, ranks, folder, Lengths(warmup=0, timed=50, interval=1), hosts)
+    lengths = Lengths(warmup=0, timed=50, interval=1)
+    settings = (*LOSSES, *MODELS[model], *lengths.settings(), *settings)
+    run = train("configs/synthetic.yaml", settings, ranks, folder, lengths, hosts)
     return [loss for _, loss in run["losses"]]
 
 
