@@ -243,6 +243,7 @@ class SentFeatures:
         if self._received is None:
             exchange, (values, bags) = self._exchange, self._needed()
             while values > exchange._most_values or bags > exchange._most_bags:  # all ranks know the same
+                exchange.channel.assemble()
                 exchange._allocate(max(bags, exchange._most_bags), max(int(_ROOM * values), exchange._most_values))
                 self._send()
                 values, bags = self._needed()
