@@ -99,13 +99,20 @@ def process_group_of_checks(rank: Rank) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     if SHARE_A_GPU:
         _let_ranks_share_a_gpu(rank)
-    with process_group(rank, device):
+    if not SHARE_A_GPU or GPUS > 1:
+        with process_group(rank, device):
+            yield device
+        return
+    dist.init_process_group("gloo")
+    try:
         yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def _let_ranks_share_a_gpu(rank: Rank) -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    os.environ["NCCL_HOSTID"] = f"host{rank.index // GPUS}"  # NCCL refuses ranks of one host
+    os.environ["NCCL_HOSTID"] = f"host{rank.index // GPUS}"  # NCCL refuses ranks of one host that share a GPU
     refused: Any = CudaGroup
     refused._check_gpus = refused._unreachable = lambda self, gpus: []
 
