@@ -155,13 +155,18 @@ class Channel:
             UsageError: the group is closed.
             CommunicationError: the channel has failed.
         """
-        if self.group.is_closed:
-            raise UsageError(f"channel {self.name}: its group is closed; make a group and a workspace for further calls")
-        self._raise_failure()
+        self.raise_failure()
         self._order.follow()
 
-    def _raise_failure(self) -> None:
-        """As :meth:`raise_fault`, also for a call that has failed elsewhere."""
+    def raise_failure(self) -> None:
+        """As :meth:`raise_fault`, and for what keeps other ranks from making a call of the channel.
+
+        Raises:
+            UsageError: the group is closed.
+            CommunicationError: the channel has failed, here or on another rank.
+        """
+        if self.group.is_closed:
+            raise UsageError(f"channel {self.name}: its group is closed; make a group and a workspace for further calls")
         self.raise_fault()
         monitor = self.group.peer_monitor
         # Who goes on would take what that rank has sent for a call that failed there.
@@ -172,20 +177,31 @@ class Channel:
         """Wait on the host until all ranks have come here, before what is collective there and has no time limit of its own.
 
         Raises:
-            CommunicationError: the wait exceeded the limit, a peer is lost, or it makes another call.
+            UsageError: the group is closed.
+            CommunicationError: the wait exceeded the limit, or a peer is lost, has failed, or makes another call.
         """
         monitor, deadline = self.group.peer_monitor, self._deadline()
+        self.raise_failure()
         self._assemblies += 1
         monitor.say_assembled(self._number)
+
+        def has_come(peer: int) -> bool:
+            return peer == self.group.rank or monitor.assemblies(self._number, peer) >= self._assemblies
+
+        def raise_failure() -> None:
+            self.raise_failure()
+            if (refused := monitor.refused_peer(self._number)) is not None:
+                self._fail(Why.has_refused, refused, _READY)
+
         for peer in range(self.group.world_size):
-            while peer != self.group.rank and monitor.assemblies(self._number, peer) < self._assemblies:
+            while not has_come(peer):
                 is_gone, is_late = monitor.is_gone(peer), time.monotonic() > deadline
-                self._raise_failure()
-                if (refused := monitor.refused_peer(self._number)) is not None:
-                    self._fail(Why.has_refused, refused, _READY)
-                if is_gone or is_late:
+                time.sleep(_ASSEMBLY_LOOK_SECONDS)  # in which the monitor's thread hears of those that have come
+                raise_failure()
+                if (is_gone or is_late) and not has_come(peer):
                     self._fail(Why.is_gone if is_gone else Why.is_late, peer, _READY)
-                time.sleep(_ASSEMBLY_LOOK_SECONDS)
+        # Others may have waited for this rank too long.
+        raise_failure()
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.common.gpus import Gpu, gpu_of
@@ -182,7 +182,12 @@ def asked_of_all_ranks(workspace: Workspace, key: str, value: object) -> Iterato
             raise failure
         return value
 
-    workspace.channel.assemble()
+    try:
+        for channel in workspace.channels:
+            channel.raise_failure()
+        workspace.channel.assemble()
+    except CommunicationError as error:
+        raise error from failure
     values = workspace.group.gather(outcome)
     for rank, other in enumerate(values):
         if other != values[0]:

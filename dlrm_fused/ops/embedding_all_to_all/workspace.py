@@ -262,9 +262,10 @@ class EmbeddingWorkspace(Workspace):
     @lasting
     def _allocate(self, plan: BatchPlan) -> None:
         """Memory for batches up to the plan's, in place of what there is. Collective."""
+        self.channel.assemble()
+        ranks, (local_room, global_room) = range(self.world_size), self._room or (0, 0)
+        local_batch, global_batch = max(local_room, *plan.batch_sizes), max(global_room, plan.global_batch)
         self._release_memory()
-        ranks = range(self.world_size)
-        local_batch = max(plan.batch_sizes)
         largest = self._new_plan((max(local_batch, 1),) * self.world_size)
         block = max(largest.places.output_size(rank) for rank in ranks)
         self.outputs = BlockPool.with_spare(
@@ -272,9 +273,10 @@ class EmbeddingWorkspace(Workspace):
         )
         staging = max(largest.places.staging_size(rank) for rank in ranks)
         self._staging = self.group.allocate(f"{self.name}: partial sums and other dtypes", staging) if staging else None
-        gradients = max(plan.places.gradients_size(rank) for rank in ranks)
+        of_all = self._new_plan((global_batch,) + (0,) * (self.world_size - 1))
+        gradients = max(of_all.places.gradients_size(rank) for rank in ranks)
         self.gradients = self.group.allocate(f"{self.name}: gradients", max(gradients, 4096))
-        self._room = local_batch, plan.global_batch
+        self._room = local_batch, global_batch
 
     def release(self) -> None:
         """Let go of memory and channels before the group is closed. Collective; no call, forward or backward, may follow.

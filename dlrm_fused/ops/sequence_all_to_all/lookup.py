@@ -81,7 +81,7 @@ def _look_up(anchor: Tensor, indices: Tensor, *arguments: Any) -> tuple[Tensor, 
         features = len(workspace.feature_first_rows)
         if len(indices) and offsets.numel() - 1 != features * sum(call.batch_sizes):
             raise UsageError(f"{workspace.name}: {offsets.numel()} offsets; needed: those of {features} features, and the end")
-    placed = call.placed(indices, workspace.feature_first_rows)
+        placed = call.placed(indices, workspace.feature_first_rows)
     assert placed.rows is not None
     if workspace.table is None:
         source = torch.empty(0, workspace.width, dtype=workspace.forward_wire, device=workspace.device)

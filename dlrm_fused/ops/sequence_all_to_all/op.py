@@ -103,7 +103,7 @@ class SequenceCall:
             raise UsageError(f"{name}: batch_sizes={self.batch_sizes}; needed: a number, at least 0, for each of {ranks} ranks")
         if self.offsets.dtype not in (torch.int32, torch.int64):
             raise UsageError(f"{name}: offsets is {self.offsets.dtype}; needed: torch.int32 or torch.int64")
-        features = (self.offsets.numel() - 1) // max(bags, 1)
+        features = max(self.offsets.numel() - 1, 0) // max(bags, 1)
         check_tensor(self.workspace, "offsets", self.offsets, self.offsets.dtype, (features * bags + 1,))
         if self.places is not None:
             check_tensor(self.workspace, "places", self.places, torch.int64, (counts.received_bounds[-1],))
@@ -118,9 +118,14 @@ class SequenceCall:
 
     def _check_values(self) -> None:
         """Raise UsageError for wrong numbers in tensors of the CPU. Kernels leave out what is beyond the counts."""
-        name, sent, received = self.workspace.name, self.counts.sent_bounds[-1], self.counts.received_bounds[-1]
-        if int(self.offsets[-1]) != sent:
-            raise UsageError(f"{name}: offsets end with {int(self.offsets[-1])}; needed: {sent}, the ids in counts")
+        name, bags, received = self.workspace.name, sum(self.batch_sizes), self.counts.received_bounds[-1]
+        lengths = self.offsets.diff().view(-1, max(bags, 1))
+        asked = [int(of_rank.sum()) for of_rank in lengths.split(self.batch_sizes, dim=1)] if bags else list(self.counts.sent)
+        if int(self.offsets[0]) != 0 or lengths.lt(0).any() or asked != list(self.counts.sent):
+            found = f"begin with {int(self.offsets[0])}, and give the ranks {asked} ids"
+            raise UsageError(
+                f"{name}: offsets {found}; needed: they rise from 0, and give {list(self.counts.sent)}, as counts do"
+            )
         if self.places is not None and received and not 0 <= int(self.places.min()) <= int(self.places.max()) < received:
             found = f"from {int(self.places.min())} to {int(self.places.max())}"
             raise UsageError(f"{name}: places {found}; needed: each number from 0 to {received - 1}")

@@ -183,6 +183,7 @@ class SequenceWorkspace(Workspace):
 
     @lasting
     def _allocated(self, rows: int) -> BlockPool:
+        self.channel.assemble()
         self.release()
         self._most_rows = rows
         # A block for a gradient beside the outputs that are held.

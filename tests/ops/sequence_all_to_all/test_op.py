@@ -519,10 +519,18 @@ def told_of_wrong_values(changed: dict[str, Tensor]) -> str:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"offsets": torch.tensor([0, 1, 9])}, "offsets end with 9; needed: 2, the ids in counts"),
+        (
+            {"offsets": torch.tensor([0, 1, 9])},
+            "begin with 0, and give the ranks [1, 8] ids; needed: they rise from 0, and give [1, 1]",
+        ),
+        (
+            {"offsets": torch.tensor([0, 2, 2])},
+            "begin with 0, and give the ranks [2, 0] ids; needed: they rise from 0, and give [1, 1]",
+        ),
+        ({"offsets": torch.empty(0, dtype=torch.int64)}, "offsets has shape [0]"),
         ({"places": torch.tensor([5, 500000])}, "places from 5 to 500000; needed: each number from 0 to 1"),
     ],
-    ids=["offsets", "places"],
+    ids=["offsets of more", "offsets of others", "no offsets", "places"],
 )
 def test_numbers_that_do_not_belong_to_the_counts_are_named(changed: dict[str, Tensor], message: str) -> None:
     other, own = run_ranks(2, told_of_wrong_values, changed)
