@@ -35,10 +35,16 @@ class TwoRanks:
             name: [CallSeconds(time, 0.0) for time in (times if isinstance(times, list) else 3 * [times])]
             for name, times in of_other.items()
         }
-        self.group: Any = SimpleNamespace(
-            rank=0, process_group=None, device=torch.device("cuda"), gather=lambda own: [own(), in_rounds]
-        )
-        self._fault = fault
+
+        def gather(own: Callable[[], Any]) -> list[Any]:
+            assert self._are_assembled, "the wait for the other rank has no limit"
+            return [own(), in_rounds]
+
+        self.group: Any = SimpleNamespace(rank=0, process_group=None, device=torch.device("cuda"), gather=gather)
+        self._fault, self._are_assembled = fault, False
+
+    def assemble(self) -> None:
+        self._are_assembled = True
 
     def raise_fault(self) -> None:
         if self._fault:
