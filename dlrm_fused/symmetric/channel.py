@@ -273,7 +273,10 @@ class Channel:
     def exchange(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, fingerprint: int, beside: bool = True
     ) -> ChannelExchange:
-        """Begin to exchange slices with ranks of other hosts. Exchanges are to be received in the order in which they begin.
+        """Begin to exchange slices with ranks of other hosts. Collective: NCCL waits for ranks that have none, too.
+
+        Exchanges are to be received in the order in which they begin.
+
 
         Args:
             sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent. NCCL takes

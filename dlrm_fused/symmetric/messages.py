@@ -100,7 +100,7 @@ class Exchange(ABC):
 
 
 class Link(ABC):
-    """A channel that transfers slices. One thread at a time begins its exchanges, in the same order on all ranks.
+    """A channel that transfers slices. One thread at a time begins exchanges; all ranks begin all of them, in the same order.
 
     Attributes:
         is_nccl: whether messages are NCCL's: a CUDA graph can have them, they can go to this rank, too, and there are sums.
@@ -114,7 +114,8 @@ class Link(ABC):
     def exchange(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, *, beside: bool = True
     ) -> Exchange:
-        """Begin to send and to receive. Slices from one rank to another arrive in the order in which they are sent.
+        """Begin to send and to receive. Collective: a rank that has nothing to send or receive begins it as well, since NCCL's
+        All-to-All waits for all ranks. Slices from one rank to another arrive in the order in which they are sent.
 
         Args:
             sent: by rank; contiguous, not empty, and unchanged until :meth:`Exchange.finish`.
@@ -166,8 +167,9 @@ class NcclLink(Link):
         self._nccl: Any = nccl_backend(
             dist.PrefixStore(f"dlrm_fused messages {name}", store), self._rank, self._size, _NCCL_TIMEOUT
         )
-        # All ranks connect now. NCCL would have them do so at the first exchange, in which a rank may have nothing to take part
-        # in: one without tables, say, on the host that has all of them.
+        # All ranks connect now: pairs, and the rings and trees of sums. In the first call of each the host would wait for ranks
+        # that have not come, without end, and nothing would watch it.
+        self._nccl.alltoall([self._nothing] * self._size, [self._nothing] * self._size).wait()
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
         # The thread must not wait where another one waits for a key.
         self._late = dist.PrefixStore(f"dlrm_fused late {name}", own_connection(store))
@@ -183,10 +185,8 @@ class NcclLink(Link):
     def exchange(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, *, beside: bool = True
     ) -> Exchange:
-        if not sent and not received:
-            return _NcclExchange(self, None, {}, {})
-        # One launch of NCCL, which leaves out what is empty, takes the host less than a call for each of few messages (measured
-        # with two ranks); it looks at all ranks, though.
+        # One call takes the host less than one for each message. Torch has NCCL send what is empty, too (pytorch/pytorch,
+        # torch/csrc/cuda/nccl.cpp, _nccl_should_send_recv): a rank that left out this call would keep the others waiting.
         to, from_ = [self._nothing] * self._size, [self._nothing] * self._size
         for rank, slice_ in sent.items():
             to[rank] = slice_
@@ -320,7 +320,7 @@ class _NcclExchange(Exchange):
         self, link: NcclLink, work: dist.Work | None, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
     ) -> None:
         self._link, self._work, self._received, self._kept = link, work, received, sent
-        self._is_finished = not sent and not received
+        self._is_finished = False
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
         self.finish(deadline)

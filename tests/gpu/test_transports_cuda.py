@@ -2,8 +2,8 @@
 
 Every rank counts as a host of its own; where there are four, also every two as a host. All ranks have two groups: one of one
 host, and one in which what goes to other hosts is a message. Hosts of two ranks add up what row-wise tables give before they
-send it: these columns need only be equal up to rounding. In the epochs before the 100th PyTorch raises where the host
-would wait for its GPU.
+send it: these columns need only be equal up to rounding. All ranks begin as many exchanges, since NCCL waits for all. In the
+epochs before the 100th PyTorch raises where the host would wait for its GPU.
 
 With ``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=5000 pytest tests/gpu/test_transports_cuda.py`` for many
 epochs.
@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -34,6 +34,8 @@ from dlrm_fused.ops.gemv_all_reduce import between_hosts as sums_between_hosts
 from dlrm_fused.ops.moe import ExpertWorkspace, between_hosts, expert_layer
 from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, sequence_all_to_all, sequence_lookup_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.messages import Exchange, NcclLink
+from dlrm_fused.symmetric.tcp import TcpLink
 from dlrm_fused.training.runtime import Rank
 from tests.distributed.launch import Ranks
 from tests.gpu.all_ranks import HALF, ON_GPU, RANKS, SHARE_A_GPU, delay, process_group_of_checks, small_tiles_without_gpus
@@ -291,11 +293,27 @@ def host_may_wait(may: bool) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """Count the exchanges that this rank begins; the list has an element for each."""
+    begun: list[int] = []
+    with ExitStack() as patches:
+        for link in NcclLink, TcpLink:
+            begin = link.exchange
+
+            def exchange(*arguments: Any, begin: Callable[..., Exchange] = begin, **options: Any) -> Exchange:
+                begun.append(len(begun))
+                return begin(*arguments, **options)
+
+            patches.enter_context(mock.patch.object(link, "exchange", exchange))
+        yield begun
+
+
 def differing_epochs(name: str, ranks_per_host: int) -> dict[str, int]:
-    """On a rank: how many epochs were compared, and how many differ."""
+    """On a rank: how many epochs were compared, how many differ, and how many exchanges it began."""
     rank = Rank.from_environment()
     small_tiles_without_gpus()
-    with process_group_of_checks(rank) as device:
+    with process_group_of_checks(rank) as device, counted_exchanges() as begun:
         stores = OPERATORS[name](symmetric_group(device=device), TIMEOUT_SECONDS)
         os.environ["DLRM_FUSED_HOST"] = f"host{rank.index // ranks_per_host}"
         apart = symmetric_group(dist.new_group(range(RANKS)), device)
@@ -307,11 +325,12 @@ def differing_epochs(name: str, ranks_per_host: int) -> dict[str, int]:
             with host_may_wait(not ON_GPU or name == COUNTED or number not in WATCHED_EPOCHS):
                 by_messages = messages(number)
             differing += not by_messages.agree(by_stores, hosts_have_sums=ranks_per_host > 1)
-    return {"epochs": EPOCHS, "differing": differing}
+        dist.barrier()  # others may still need what this rank has sent
+    return {"epochs": EPOCHS, "differing": differing, "exchanges": len(begun)}
 
 
 @pytest.mark.parametrize("ranks_per_host", RANKS_PER_HOST)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_messages_give_the_bits_of_stores(name: str, ranks_per_host: int) -> None:
     compared = Ranks(RANKS, differing_epochs, name, ranks_per_host).wait(MOST_SECONDS)
-    assert compared == [{"epochs": EPOCHS, "differing": 0}] * RANKS
+    assert compared == [{"epochs": EPOCHS, "differing": 0, "exchanges": compared[0]["exchanges"]}] * RANKS

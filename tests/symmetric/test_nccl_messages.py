@@ -38,16 +38,19 @@ class Nccl:
     """A communicator whose messages arrive when the test says so."""
 
     def __init__(self) -> None:
-        self.is_connected = False
+        self.are_pairs_connected = self.are_sums_connected = False
         self.begun: list[tuple[list[Tensor], list[Tensor]]] = []  # what is received, and what is sent
         self.is_aborted = threading.Event()
         self.is_done = threading.Event()
 
     def allreduce(self, *_: object) -> Any:
-        self.is_connected = True
+        self.are_sums_connected = True
         return SimpleNamespace(wait=lambda: None)
 
-    def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any) -> Any:
+    def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any = None) -> Any:
+        if options is None:
+            self.are_pairs_connected = True
+            return SimpleNamespace(wait=lambda: None)
         self.begun.append((received, sent))
         return SimpleNamespace(wait=lambda: None) if options.asyncOp else None
 
@@ -109,8 +112,8 @@ def failure_of(link: NcclLink) -> LateRankError:
 
 
 def test_all_ranks_are_connected_before_the_first_exchange(links: list[NcclLink]) -> None:
-    """A rank may have nothing to send and to receive, and would keep the others waiting for a connection."""
-    assert all(link._nccl.is_connected for link in links)
+    """Nothing looks after a host that waits in its first call for a rank to connect."""
+    assert all(link._nccl.are_pairs_connected and link._nccl.are_sums_connected for link in links)
 
 
 def test_an_exchange_is_one_launch_for_all_ranks(links: list[NcclLink]) -> None:
@@ -132,7 +135,6 @@ def test_a_message_has_a_head_start_on_what_runs_beside_it(links: list[NcclLink]
     assert len(sleeps) == 2
     links[0].exchange({2: values}, {}, tag=0, beside=False)
     links[0].all_reduce(values, beside=False)
-    links[0].exchange({}, {}, tag=0)
     assert len(sleeps) == 2
 
 
@@ -149,11 +151,17 @@ def test_what_is_not_beside_the_current_stream_has_nothing_to_wait_for_and_is_wa
     del link.watch
 
 
-def test_nothing_to_exchange_is_no_launch(links: list[NcclLink]) -> None:
-    exchange = links[0].exchange({}, {}, tag=0)
-    exchange.finish(time.monotonic() + TIMEOUT_SECONDS)
-    assert list(exchange.arrivals(time.monotonic() + TIMEOUT_SECONDS)) == []
-    assert links[0]._nccl.begun == []
+def test_a_rank_with_nothing_to_exchange_takes_part_and_is_watched(
+    links: list[NcclLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's All-to-All waits for what is empty, too."""
+    link, watched = links[0], []
+    monkeypatch.setattr(link, "watch", watched.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert list(link.exchange({}, {}, tag=0).arrivals(7.0)) == []
+    ((received, sent),) = link._nccl.begun
+    assert [slice_.numel() for slice_ in (*received, *sent)] == [0] * 6
+    assert watched == [7.0]
 
 
 def test_all_that_wait_name_the_rank_that_does_not(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import exchange_by_host
+from dlrm_fused.ops.common.exchanges import exchange_with_hosts
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
@@ -90,7 +90,7 @@ def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> 
         return x, []
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
     received_from = gathered.chunk(workspace.world_size)
-    exchanges = exchange_by_host(workspace.channel, lambda _: x, received_from.__getitem__, fingerprint)
+    exchanges = exchange_with_hosts(workspace.channel, lambda _: x, received_from.__getitem__, fingerprint)
     local = workspace.group.hosts.local
     if len(local) == 1:
         received_from[workspace.rank].copy_(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import exchange_by_host, halves_of
+from dlrm_fused.ops.common.exchanges import exchange_with_hosts, halves_of
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.products import product, product_in_fp32
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
@@ -47,7 +47,7 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
     halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES)
 
     def exchange(half: slice) -> list[ChannelExchange]:
-        return exchange_by_host(
+        return exchange_with_hosts(
             workspace.channel,
             lambda peer: product(shards[peer][half], weight),
             lambda peer: parts[peer][half],

@@ -21,7 +21,7 @@ def halves_of(rows: int, row_bytes: int, least_bytes: int) -> list[slice]:
     return [slice(first, last) for first, last in cut(rows, (1,) * pieces)]
 
 
-def exchange_by_host(
+def exchange_with_hosts(
     channel: Channel,
     sent: Callable[[int], Tensor],
     received: Callable[[int], Tensor],
@@ -29,7 +29,7 @@ def exchange_by_host(
     *,
     beside: bool = True,
 ) -> list[ChannelExchange]:
-    """Begin to exchange rows with one other host after the other.
+    """Begin to exchange rows with half of the other hosts, and then with the others. All ranks take part in both exchanges.
 
     Args:
         sent: makes what goes to a rank, contiguous, only when its turn has come: what was made before travels meanwhile.
@@ -40,9 +40,11 @@ def exchange_by_host(
         CommunicationError: the channel has failed.
     """
     hosts, exchanges = channel.group.hosts, []
-    for shift, host in enumerate(hosts.others, start=1):
-        source = (hosts.own - shift) % len(hosts.ranks)
-        slices = {rank: sent(rank) for rank in hosts.ranks[host]}
-        places = {rank: received(rank) for rank in hosts.ranks[source]}
+    count = len(hosts.ranks)
+    for first, last in cut(count - 1, (1, 1)):
+        # The next hosts get this one's rows, while the ones before send theirs.
+        shifts = range(1 + first, 1 + last)
+        slices = {rank: sent(rank) for shift in shifts for rank in hosts.ranks[(hosts.own + shift) % count]}
+        places = {rank: received(rank) for shift in shifts for rank in hosts.ranks[(hosts.own - shift) % count]}
         exchanges.append(channel.exchange(slices, places, fingerprint=fingerprint, beside=beside))
     return exchanges

@@ -14,7 +14,7 @@ from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
-from dlrm_fused.ops.common.exchanges import exchange_by_host
+from dlrm_fused.ops.common.exchanges import exchange_with_hosts
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
@@ -198,7 +198,7 @@ def _multiply_and_exchange(
         channel.exchange(sent, received, fingerprint=window.fingerprint, beside=False).complete()
         return
     multiply = partial(_product, weight=weight, scale=scale, part_of=rows, by_library=by_library)
-    exchanges = exchange_by_host(channel, lambda rank: multiply(rows_of[rank]), result_from.__getitem__, window.fingerprint)
+    exchanges = exchange_with_hosts(channel, lambda rank: multiply(rows_of[rank]), result_from.__getitem__, window.fingerprint)
     if len(hosts.local) == 1:  # nobody else stores here
         multiply(rows_of[hosts.rank], out=result_from[hosts.rank])
     else:
@@ -266,7 +266,7 @@ def _fetch_between_hosts(
     fetched = workspace.rows_of(block, *gradient.shape)
     sent_to, received_from, gradient_of = gradient.chunk(ranks), fetched.chunk(ranks), x_gradient.chunk(ranks)
     window = workspace.window(workspace.results, block, *gradient.shape, "backward")
-    exchanges = exchange_by_host(workspace.channel, sent_to.__getitem__, received_from.__getitem__, window.fingerprint)
+    exchanges = exchange_with_hosts(workspace.channel, sent_to.__getitem__, received_from.__getitem__, window.fingerprint)
     if len(hosts.local) == 1:
         received_from[hosts.rank].copy_(sent_to[hosts.rank])
     else:
