@@ -67,7 +67,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     if is_faster(sharded, whole, f"layers of {rows[0]} rows, each rank with its own between them", "all ranks with all rows"):
         return sharded
     assert sharded.shards is not None
-    sharded.shards.close()
+    sharded.shards.release()
     return whole
 
 

@@ -121,6 +121,7 @@ class Channel:
         self._fingerprint = self._unit = 0
         self._has_given_up = False
         self._assemblies = 0
+        self._is_released = False
         if not on_gpu:
             self._state = self.state.numpy()
             self._peers = [rank for rank in group.hosts.local if rank != group.rank]
@@ -139,6 +140,7 @@ class Channel:
 
         Every rank does so on its own, once no epoch or exchange can still be running on any rank; none may follow.
         """
+        self._is_released = True
         self.group.release(self.flags)
         self.group.peer_monitor.forget(self._abort, self._number)
         if self._link is not None:
@@ -152,7 +154,7 @@ class Channel:
         this comes before it.
 
         Raises:
-            UsageError: the group is closed.
+            UsageError: the group is closed, or the channel is released.
             CommunicationError: the channel has failed.
         """
         self.raise_failure()
@@ -162,11 +164,13 @@ class Channel:
         """As :meth:`raise_fault`, and for what keeps other ranks from making a call of the channel.
 
         Raises:
-            UsageError: the group is closed.
+            UsageError: the group is closed, or the channel is released.
             CommunicationError: the channel has failed, here or on another rank.
         """
         if self.group.is_closed:
             raise UsageError(f"channel {self.name}: its group is closed; make a group and a workspace for further calls")
+        if self._is_released:
+            raise UsageError(f"channel {self.name}: its workspace is released; make another one for further calls")
         self.raise_fault()
         monitor = self.group.peer_monitor
         # Who goes on would take what that rank has sent for a call that failed there.
@@ -277,10 +281,8 @@ class Channel:
 
         Exchanges are to be received in the order in which they begin.
 
-
         Args:
-            sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent. NCCL takes
-                them to any rank of the group.
+            sent: by rank; contiguous, and unchanged until the exchange is finished. NCCL takes them to any rank of the group.
             received: by rank; contiguous, of the size that the rank sends.
             fingerprint: must be equal on both sides, which TCP compares.
             beside: whether a GPU may go on meanwhile. Without, the exchange is to be completed at once, and is a little faster.

@@ -42,7 +42,7 @@ def shards_of_many_elements(group: SymmetricGroup) -> None:
         found = all_gather_gemm(workspace, x, weight, schedule=schedule)
         # Sums of whole numbers are exact until they are rounded, unless a schedule rounds parts of them.
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2.0, msg=lambda text: f"{schedule}: {text}")  # noqa: B023
-    workspace.close()
+    workspace.release()
 
 
 CHECKS = {"add_up": sums_of_many_partial_results, "all_gather_gemm": shards_of_many_elements}

@@ -62,10 +62,11 @@ class ShardWorkspace(MatrixWorkspace):
         """Whether copy engines and kernels reach all ranks; else rows go by any transport, and the library multiplies."""
         return self.world_size > 1 and uses_kernels(self.device) and not self.group.hosts.are_many
 
-    def close(self) -> None:
-        """Let go of the memory in which rows come; there are no calls any more. On each rank, when its last call is done."""
+    def _release_memory(self) -> None:
         for memory in (self.gathered, self.received):
             self.group.release(memory)
+        for flags in (self.pieces, self.pieces_beside):
+            flags.release()
 
     def epoch(self, schedule: Schedule, rows: int, fingerprint: int) -> Epoch:
         """Return the epoch of a call by kernels, with so many rows of a shard."""

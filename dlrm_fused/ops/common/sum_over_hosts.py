@@ -75,7 +75,7 @@ class SumOverHosts:
         self._group.release(self._memory)
 
     def _sum_between_hosts(self, total: Tensor, share: int, fingerprint: int) -> None:
-        """Sum in place over the ranks that have this share, one on each host."""
+        """Sum in place over the ranks that have this share, one on each host. By TCP: others take no part."""
         own, pieces = self._hosts.own, list(total.to(self._wire).tensor_split(len(self._hosts.ranks)))
         # By host; in the order in which all send to different ones.
         others = {host: self._hosts.ranks[host][share % len(self._hosts.ranks[host])] for host in self._hosts.others}

@@ -143,13 +143,21 @@ class Workspace:
                 check()
             self.calls[layout] = True
 
-    def release_channels(self) -> None:
-        """End the use of the workspace before the group is closed: later calls, also backward, fail. Collective;
-        when it returns, no rank stores into its memory any more."""
+    def release(self) -> None:
+        """Let go of memory and channels before the group is closed. Collective; calls that follow, also backward, fail.
+
+        Results that callers hold stay. CUDA graphs that have calls of it must not be replayed. A second call does nothing.
+        """
+        if self.handle not in _workspaces:
+            return
         self.group.gather(self._synchronize)
         for channel in self.channels:
             channel.release()
         _workspaces.pop(self.handle, None)
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Let go of the memory through which data travel. No rank stores there any more."""
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

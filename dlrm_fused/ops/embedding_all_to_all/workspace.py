@@ -278,15 +278,8 @@ class EmbeddingWorkspace(Workspace):
         self.gradients = self.group.allocate(f"{self.name}: gradients", max(gradients, 4096))
         self._room = local_batch, global_batch
 
-    def release(self) -> None:
-        """Let go of memory and channels before the group is closed. Collective; no call, forward or backward, may follow.
-
-        Results that callers hold stay, and so does the memory that CUDA graphs of callers have captured.
-        """
-        self.release_channels()
-        self._release_memory()
-
     def _release_memory(self) -> None:
+        # Graphs of before the memory grew are replayed in it.
         if self._room is not None and not self._captured_plans:
             # Blocks that callers hold stay.
             self.outputs.release()

@@ -174,11 +174,6 @@ class FeatureExchange(Workspace):
         """Return an event after all that the current stream has been given; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def release(self) -> None:
-        """Let go of memory and channels before the group is closed. Collective; no call may follow."""
-        self.release_channels()
-        self._release_memory()
-
     def _release_memory(self) -> None:
         if self._memory is not None:
             self.group.release(self._memory)

@@ -27,6 +27,10 @@ class GemmWorkspace(MatrixWorkspace):
         self.arrivals = Arrivals(self.device)
         self.schedules = self.schedules_of("gemm_all_to_all")
 
+    def _release_memory(self) -> None:
+        self.results.release()
+        self.pieces.release()
+
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""
         return block[: rows * columns * self.dtype.itemsize].view(self.dtype).view(rows, columns)

@@ -109,6 +109,17 @@ class GemvWorkspace(MatrixWorkspace):
         elif not self.channel.is_by_nccl:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 
+    def _release_memory(self) -> None:
+        if not self.sums_by_kernel:
+            if not self.channel.is_by_nccl:
+                self.sums.release()
+            return
+        self.group.release(self.receive_buffer)
+        if self.max_rows > MAX_ROWS:
+            self.group.release(self.parts)
+            self.results.release()
+            self.pieces.release()
+
     def buffer_args(self, *, flagged: bool) -> ReceiveBuffer:
         """The layout of the receive buffer for the kernel; ``flagged`` values have a place of their own."""
         parts_at, slot_words = 0, self.slot_words

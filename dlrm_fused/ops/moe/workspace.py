@@ -172,9 +172,8 @@ class ExpertWorkspace(Workspace):
         """Rows of tiles in a receive block, whose order kernels want to know."""
         return self.memory.rows // self.memory.tile_rows if uses_kernels(self.group.device) else 0
 
-    def release(self) -> None:
-        """Let go of the memory for tokens and results, of a workspace that is not used any more: once this rank has completed
-        its last call, forward and backward."""
+    def _release_memory(self) -> None:
+        self.group.release(self.counts)
         for blocks in (self.received, self.combined):
             blocks.release()
 

@@ -185,6 +185,10 @@ class PieceFlags:
         self.args = PieceArgs(self._memory.local.view(torch.int64), self._memory.addresses, self._stamp, most)
         self._marks: dict[tuple[int, int], Tensor] = {}  # by peer and number: the flag there of a piece of this rank
 
+    def release(self) -> None:
+        """Let go of the flags; no epoch follows."""
+        self._channel.group.release(self._memory)
+
     def begin(self, fingerprint: int) -> None:
         """Meet the peers: they make the same call, and need what came before no more."""
         self._launch(begin_kernel, fingerprint, OWN=self._own)

@@ -184,7 +184,8 @@ class SequenceWorkspace(Workspace):
     @lasting
     def _allocated(self, rows: int) -> BlockPool:
         self.channel.assemble()
-        self.release()
+        self._synchronize()
+        self._release_memory()
         self._most_rows = rows
         # A block for a gradient beside the outputs that are held.
         return BlockPool.with_spare(self.group, f"{self.name}: rows", self.block_bytes, self.held_outputs + 1)
@@ -202,11 +203,8 @@ class SequenceWorkspace(Workspace):
         """Return the byte of a block behind the destinations of so many rows."""
         return self.destinations_at(rows) + 4 * rows
 
-    def release(self) -> None:
-        """Let go of the memory, once this rank has completed its last call; tensors that callers hold stay."""
+    def _release_memory(self) -> None:
         if self._pool is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
             self._pool.release()
             self._pool = None
 

@@ -134,7 +134,7 @@ def memory_that_stays() -> bool:
         x, weight = torch.ones(8, 16), torch.ones(16, 16)
         assert (all_gather_gemm(workspace, x, weight) == 16).all()
         memory = weakref.ref(workspace.gathered)
-        workspace.close()
+        workspace.release()
         del workspace
         gc.collect()
         stays = memory() is not None
@@ -142,7 +142,7 @@ def memory_that_stays() -> bool:
         return stays
 
 
-def test_a_closed_workspace_gives_its_memory_free_before_the_group_does() -> None:
+def test_a_released_workspace_gives_its_memory_free_before_the_group_does() -> None:
     assert run_ranks(2, memory_that_stays) == [False, False]
 
 
