@@ -17,6 +17,9 @@ second time, or on half as many ranks.
 With ``--hosts 2 2`` the trainer runs on so many network namespaces of this machine, with so many ranks each, on links of the
 rates ``--gbits-per-second``; this needs root and ``ip netns``. ``KB a step`` is what all hosts send, headers included, and
 ``link ms`` the time that the host which sends most needs for its bytes.
+
+``--machine``, a file of ``benchmarks.calibrate`` of this machine, adds the steps that ``dlrm_fused.scaleout`` foretells. The
+smallest of ``--batches`` gives the time of the host: one that the GPU has done sooner.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import torch
 from benchmarks.common.environment import describe_environment
 from benchmarks.common.network import Hosts, obstacle
 from benchmarks.common.results import add_report_arguments, write_results
+from benchmarks.scaleout.beside_measured import Measured
 from benchmarks.training.runs import Lengths, run_bare_loop, train, train_on_hosts
 
 # Titles, keys of a row, factors and formats. A column of which no row has a value is left out.
@@ -45,6 +49,7 @@ _COLUMNS: Sequence[tuple[str, str, float, str]] = (
     ("Gbit/s", "gbits_per_second", 1, "g"),
     ("M samples/s", "samples_per_second", 1e-6, ".4f"),
     ("step ms", "step_ms", 1, ".2f"),
+    ("simulated", "simulated_ms", 1, ".2f"),
     ("floor", "floor_ms", 1, ".2f"),
     ("GiB", "peak_memory_gib", 1, ".2f"),
     ("first / it", "first_over_this", 1, ".2f"),
@@ -137,6 +142,20 @@ def _row(own: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -
     return row
 
 
+def add_simulated(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Give each row its simulated step, but for those of the smallest batch and of bare loops."""
+    for text in options.contestants:
+        contestant = Contestant(text)
+        own = {row["batch"]: row for row in rows if row["settings"] == text}
+        if contestant.word("loop"):
+            continue
+        ranks, hosts = int(contestant.word("ranks") or options.ranks), int(contestant.word("hosts") or 1)
+        settings = [*options.set.split(), *contestant.settings]
+        measured = Measured(options.config, settings, ranks, hosts, {batch: row["step_ms"] for batch, row in own.items()})
+        for batch, step_ms in measured.simulated_ms(options.machine).items():
+            own[batch]["simulated_ms"] = step_ms
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows)]
     lines = ["".join(f"{title:>13}" for title, *_ in shown) + "  settings"]
@@ -156,7 +175,7 @@ def _turns(options: argparse.Namespace) -> Iterator[tuple[Cell, Contestant]]:
                 yield Cell(batch, rate), contestant
 
 
-def _parser() -> argparse.ArgumentParser:
+def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", default="", metavar="SETTINGS", help="of all contestants, in one argument")
@@ -169,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=200, help="that are timed")
     parser.add_argument("--interval", type=int, default=50, help="steps between lines of metrics.jsonl")
     parser.add_argument("--scratch", help="folder for the runs, which are deleted; a temporary one by default")
+    parser.add_argument("--machine", metavar="FILE", help="of benchmarks.calibrate: adds simulated steps")
     parser.add_argument("--most-loss-off", type=float, default=float("inf"), help="exit status 1 if a loss is further off")
     add_report_arguments(parser)
     parser.add_argument("contestants", nargs="+", help="such as 'comm=fused training.precision=bf16'")
@@ -180,6 +200,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.warmup % options.interval or options.steps % options.interval:
         wrong = f"--warmup={options.warmup} --steps={options.steps}"
         parser.error(f"{wrong}: both must be multiples of --interval={options.interval}")
+    if options.machine and (options.hosts or len(options.batches or []) < 2):
+        parser.error("--machine: needs two or more --batches, and no --hosts")
     if (options.hosts is None) != (options.gbits_per_second is None):
         parser.error("--hosts and --gbits-per-second: give both, or none")
     if options.hosts and any(word.startswith(_WORDS) for text in options.contestants for word in text.split()):
@@ -191,7 +213,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = _parser()
+    parser = options_parser()
     options = parser.parse_intermixed_args(arguments)
     _check(parser, options)
     gpus = [] if options.hosts else [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
@@ -204,6 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
             report["summary"] = summarize(report["runs"])
             # After each run, so that what was measured is there if a later one fails.
             write_results(options.output, report)
+    if options.machine:
+        add_simulated(report["summary"], options)
+        write_results(options.output, report)
     print(table(report["summary"]))
     return int(any((row["loss_off"] or 0.0) > options.most_loss_off for row in report["summary"]))
 

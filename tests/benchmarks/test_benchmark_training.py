@@ -25,6 +25,7 @@ SMALL = [
     "runtime.device=cpu",
 ]
 SHORT = ["--rounds", "1", "--warmup", "2", "--steps", "6", "--interval", "2"]
+CALIBRATION = "benchmarks/results/calibration_cpu.json"
 CONTESTANTS = ["comm=fused", "comm=baseline", "ranks=1"]
 
 
@@ -83,6 +84,7 @@ def test_bytes_of_a_step_are_those_after_warm_up_and_before_the_end() -> None:
         (["--steps", "3"], "multiples of --interval=2"),
         (["--hosts", "1", "1"], "give both, or none"),
         (["--hosts", "1", "1", "--gbits-per-second", "1", "--steps", "4"], "three times --interval=2"),
+        (["--machine", "cpu.json", "--batches", "64"], "two or more --batches"),
         (["ranks=1", "--hosts", "1", "1", "--gbits-per-second", "1"], "no contestant may have ranks="),
     ],
 )
@@ -90,6 +92,26 @@ def test_options_that_do_not_go_together_are_refused(wrong: list[str], error: st
     with pytest.raises(SystemExit):
         compare.main(["--config", "configs/synthetic.yaml", "--output", "r.json", "comm=fused", *SHORT, *wrong])
     assert error in capsys.readouterr().err
+
+
+def test_simulated_steps_take_the_time_of_the_host_from_the_smallest_batch_and_nothing_else_from_steps() -> None:
+    def simulated(smallest_ms: float, of_others: float) -> list[float | None]:
+        rows = compare.summarize(
+            one(batch, text, 1e3, smallest_ms if batch == 64 else of_others)
+            for text in CONTESTANTS[:2]
+            for batch in (64, 512, 4096)
+        )
+        given = ["--config", "configs/synthetic.yaml", "--set", " ".join(SMALL), "--machine", CALIBRATION, "--output", "r.json"]
+        compare.add_simulated(rows, compare.options_parser().parse_intermixed_args([*given, *CONTESTANTS[:2]]))
+        return [row.get("simulated_ms") for row in rows]
+
+    found = simulated(1.0, 7.0)
+    assert found == simulated(1.0, 8.0)
+    of_fused, of_baseline = found[::2], found[1::2]
+    for comm, of_slow_host in (of_fused, simulated(51.0, 7.0)[::2]), (of_baseline, simulated(51.0, 7.0)[1::2]):
+        assert comm[0] is of_slow_host[0] is None
+        assert 1.0 < comm[1] < comm[2]
+        assert [slow - fast for slow, fast in zip(of_slow_host[1:], comm[1:], strict=True)] == pytest.approx([50.0, 50.0])
 
 
 def _compare(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
