@@ -10,11 +10,12 @@ import functools
 import logging
 import os
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlrm_fused.compat.torch import (
     is_alive,
@@ -112,19 +113,25 @@ class CudaGroup(SymmetricGroup):
             and (is_p2p_off() or (gpu in visible and not torch.cuda.can_device_access_peer(self.device, visible[gpu])))
         ]
 
+    def _zeros(self, size: int) -> Tensor:
+        zeros = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)
+        return zeros
+
+    def _rendezvous(self, local: Tensor) -> Any:
+        assert self._local_group is not None
+        return rendezvous(local, self._local_group)
+
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         self.gather(lambda: self._check_available(name, size))
+        is_alone = len(self.hosts.local) == 1
         with torch.cuda.device(self.device):
-            if len(self.hosts.local) == 1:
-                alone = {self.rank: torch.zeros(size, dtype=torch.uint8, device=self.device)}
-                # This call ends when the memory of all is zero.
-                self.gather(lambda: torch.cuda.synchronize(self.device))
-                return SymmetricMemory(name, alone, self.rank, self.world_size)
-            local = self.on_all(lambda: zeros_symmetric(size, self.device))
-            group = self._local_group
-            assert group is not None
+            # Ranks alone on their host make the collective calls of the others.
+            local = self.on_all(lambda: self._zeros(size) if is_alone else zeros_symmetric(size, self.device))
             # This call ends when all ranks have mapped all, and all memory is zero.
-            handle = self.on_all(lambda: rendezvous(local, group))
+            handle = self.on_all(lambda: None if is_alone else self._rendezvous(local))
+            if handle is None:
+                return SymmetricMemory(name, {self.rank: local}, self.rank, self.world_size)
             blocks = {
                 rank: local if rank == self.rank else handle.get_buffer(place, (size,), torch.uint8)
                 for place, rank in enumerate(self.hosts.local)

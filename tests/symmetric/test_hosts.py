@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric import Channel, cuda, symmetric_group
@@ -151,6 +154,30 @@ def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
         (line,) = said
         assert line.startswith(f"GPUs of one host have no peer access ({why}), so each counts as a host of its own")
         assert line.endswith("comm=auto measures both and takes the faster")
+
+
+def allocate_on_gpus() -> list[str]:
+    """On a rank: the memory of a group of GPUs, which torch's symmetric memory would map."""
+    make_up_gpus(has_peer_access=True)
+    torch.cuda.device, torch.cuda.synchronize = nullcontext, lambda _: None  # type: ignore[assignment, misc]
+    torch.cuda.mem_get_info = lambda _: (1 << 40, 1 << 40)
+    cuda.zeros_symmetric = lambda size, _: torch.zeros(size, dtype=torch.uint8)
+
+    def rendezvous(local: Tensor, group: dist.ProcessGroup) -> Any:
+        blocks = [local if rank == group.rank() else torch.zeros_like(local) for rank in range(group.size())]
+        return SimpleNamespace(get_buffer=lambda place, *_: blocks[place], buffer_ptrs=[block.data_ptr() for block in blocks])
+
+    cuda.rendezvous = rendezvous
+    group = cuda.CudaGroup(dist.group.WORLD, CPU)
+    names = [group.allocate(f"memory {number}", 4096).name for number in range(3)]
+    group.close()
+    dist.barrier()
+    return names
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1, 1), (0, 1, 1), (0, 1, 0, 2)])
+def test_a_rank_alone_on_its_host_allocates_with_ranks_that_are_not(hosts: tuple[int, ...]) -> None:
+    assert run_ranks(len(hosts), on_hosts, hosts, allocate_on_gpus) == [["memory 0", "memory 1", "memory 2"]] * len(hosts)
 
 
 def groups_of_hosts(own_group: list[int]) -> list[str]:
