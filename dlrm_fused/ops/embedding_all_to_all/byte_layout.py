@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric.device import round_up
@@ -106,7 +106,7 @@ class ByteLayout:
         offset = self.presence_offset(server) + round_up(self.sources(server) * self._presence_bytes(server))
         if not self.layout.row_wise_columns:
             return offset
-        hosts = replace(self.hosts, rank=server)
+        hosts = _seen_by(self.hosts, server)
         before = itertools.takewhile(lambda rank: rank != served, hosts.served)
         return offset + sum(round_up(len(hosts.local) * self._partial_bytes(rank)) for rank in before)
 
@@ -206,6 +206,11 @@ class ByteLayout:
                 runs.append((begin, column - begin))
             begin = column + width
         return runs
+
+
+@cache  # for the batch sizes of all steps
+def _seen_by(hosts: Hosts, rank: int) -> Hosts:
+    return replace(hosts, rank=rank)
 
 
 def runs_of(lookups: Iterable[LookupLayout]) -> list[tuple[int, int, int]]:
