@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.table.columns import keys_of
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.transformation import file_stem
@@ -163,3 +164,36 @@ def test_columns_may_have_the_names_of_what_histories_are_found_by(tmp_path: Pat
         np.testing.assert_array_equal(usual.splits[split]["history"], other.splits[split]["history"])
     assert list(tokens(other)) == ["token_users", "token_label", "token_gap", "token_history/items"]
     assert list(tokens(other).values()) == list(tokens(usual).values())
+
+
+@pytest.mark.parametrize("name", ["gap", "label"])
+def test_a_column_whose_token_would_be_one_of_all_histories_is_refused(
+    name: str, tmp_path: Path, table: pa.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_table(table.append_column(name, table["color"]), tmp_path / "t.parquet")
+    columns = ("--label", "clicked", "--sparse", f"user,{name}", "--history", "user", "time", name, "--history-length", "3")
+    assert cli.main(["table", "--input", str(path), "--output", str(tmp_path / "out"), *columns]) == 1
+    assert (
+        f"--history: {name} would be token_{name}, a token feature of all histories; rename the column"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_feature_that_is_no_token_may_be_named_label(tmp_path: Path, table: pa.Table) -> None:
+    usual = prepare(write_table(table, tmp_path / "one.parquet"), tmp_path / "one", *HISTORY)
+    path = write_table(table.append_column("label", table["color"]), tmp_path / "t.parquet")
+    other = prepare(path, tmp_path / "out", "--sparse", "user,color,tags,label", *HISTORY)
+    assert tokens(other) == tokens(usual)
+    assert [feature.name for feature in other.info.schema.sparse_features] == ["user", "color", "tags", "label"]
+
+
+def test_the_config_that_is_described_is_the_one_that_is_written(
+    tmp_path: Path, table: pa.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = prepare(write_table(table, tmp_path / "t.parquet"), tmp_path / "out", "--dense", "row", *HISTORY)
+    columns = ("--label", "clicked", "--sparse", "user,color,tags", "--dense", "row", *HISTORY)
+    arguments = ["table", "--input", str(tmp_path / "t.parquet"), "--output", str(tmp_path / "out"), *columns]
+    capsys.readouterr()
+    assert cli.main([*arguments, "--describe"]) == 0
+    _, described = capsys.readouterr().out.split("Proposed config:\n\n")
+    assert described.strip() == (prepared.folder / "config.yaml").read_text().strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from dlrm_fused.datasets.preparation.table.learning import check_kept, check_sur
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
 from dlrm_fused.datasets.preparation.table.splits import TRAIN, TimeSplit
 from dlrm_fused.datasets.preparation.table.survey import Survey
+from dlrm_fused.datasets.preparation.table.writing import rows_of_tokens
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.datasets.transformation import CONSTANT, FIRST_KEPT, HistoryColumns, SparseColumn, token_name
+from dlrm_fused.datasets.transformation import CONSTANT, FIRST_KEPT, HistoryColumns, SparseColumn
 from dlrm_fused.errors import DataError
 
 
@@ -40,7 +42,7 @@ def describe(
     schema = DatasetSchema(
         tuple(survey.question.dense) or (CONSTANT,),
         tuple(SparseFeature(name, count) for name, count in rows.items()),
-        tuple(SparseFeature(token_name(name), rows[name]) for name in history.items) if history else (),
+        tuple(itertools.starmap(SparseFeature, rows_of_tokens(history, rows).items())) if history else (),
         history.length if history else 0,
     )
     return f"{found}\n\nProposed config:\n\n{proposed_config(schema, int(survey.rows[TRAIN]), output)}"

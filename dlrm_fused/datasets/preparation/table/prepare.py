@@ -294,6 +294,11 @@ def _check_history(options: TableOptions) -> None:
     for name in history.items:
         if name not in options.sparse:
             raise DataError(f"{HISTORY}: {name} is not in --sparse; add it there")
+    for name in history.items:
+        if token_name(name) in (TOKEN_LABEL, TOKEN_GAP):
+            raise DataError(
+                f"{HISTORY}: {name} would be {token_name(name)}, a token feature of all histories; rename the column"
+            )
     tokens = {TOKEN_LABEL, TOKEN_GAP, *map(token_name, history.items)}
     for name in tokens & set(options.sparse):
         raise DataError(f"--sparse {name}: is the name of a token feature of {HISTORY}; rename the column")
@@ -322,7 +327,7 @@ def _interactions(
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
-    return InteractionColumns(user, item, history.time, time_format, nulls)
+    return InteractionColumns(user, item, history.items, history.time, time_format, nulls)
 
 
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:

@@ -6,7 +6,7 @@ until all rows are there, since the rows of a user may lie anywhere. Then about 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,16 @@ from dlrm_fused.datasets.preparation.table.times import read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, write_array
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.table_format import MICROSECONDS
-from dlrm_fused.datasets.transformation import MISSING, UNSEEN, IdEncoding, Int, SparseColumn, Transformation, token_name
+from dlrm_fused.datasets.transformation import (
+    MISSING,
+    UNSEEN,
+    HistoryColumns,
+    IdEncoding,
+    Int,
+    SparseColumn,
+    Transformation,
+    token_name,
+)
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
 HISTORY = "--history"
@@ -45,6 +54,7 @@ class InteractionColumns:
 
     user: SparseColumn
     item: SparseColumn
+    tokens: tuple[str, ...]
     time: str
     time_format: str
     nulls: NullMarkers = NONE
@@ -62,7 +72,12 @@ class InteractionColumns:
         items = _row_keys(read_categories(block, self.item, self.nulls))
         times = read_times(block, self.time, HISTORY, self.time_format)
         of_rows = {_SPLIT: split, _USER: users, _ITEM: items, _TIME: times, TOKEN_LABEL: labels}
-        return pl.DataFrame(of_rows).hstack(ids.rename(token_name))
+        return pl.DataFrame(of_rows).hstack(ids.select(self.tokens).rename(token_name))
+
+
+def rows_of_tokens(history: HistoryColumns, rows: Mapping[str, int]) -> dict[str, int]:
+    """Return the rows of each token feature's table, in their order; ``rows`` are those of the sparse features."""
+    return {**{token_name(item): rows[item] for item in history.items}, TOKEN_LABEL: LABEL_ROWS, TOKEN_GAP: GAP_ROWS}
 
 
 def _row_keys(values: Categories) -> Int:
@@ -85,11 +100,9 @@ def write_histories(output: Path, blocks: list[pl.DataFrame], transformation: Tr
     split = table[_SPLIT].to_numpy()
     for number, name in enumerate(SPLITS):
         write_array(output / name / "history.npy", histories.windows[split == number], np.int64)
-    names = [*map(token_name, transformation.history.items), TOKEN_LABEL]
-    table = table.select(names)
+    rows = rows_of_tokens(transformation.history, {encoding.column.name: encoding.rows for encoding in transformation.sparse})
+    table = table.select(name for name in rows if name != TOKEN_GAP)
     tokens = table[histories.order].with_columns(pl.Series(TOKEN_GAP, histories.gap[histories.order]))
-    rows = {token_name(encoding.column.name): encoding.rows for encoding in transformation.sparse}
-    rows |= {TOKEN_LABEL: LABEL_ROWS, TOKEN_GAP: GAP_ROWS}
     seconds = times[histories.order] // MICROSECONDS
     return write_interactions(output, tokens, seconds, rows, TOKEN_LABEL, histories.windows, length)
 
