@@ -149,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
         end_with_torchrun()
         from dlrm_fused.training.runtime import run_with_error_reporting
 
-        run_with_error_reporting(lambda rank, error_store: work(rank, error_store, self.parse_args(arguments)))
+        run_with_error_reporting(lambda rank, error_store: work(rank, error_store, self.parse_intermixed_args(arguments)))
 
 
 def train_command(arguments: Sequence[str] | None = None, program: str | None = None) -> None:

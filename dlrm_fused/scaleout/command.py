@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="picture of samples/s by ranks")
     parser.add_argument("--tornado", type=Path, help="picture of what each setting of sensitivity changes, and its table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the scenario")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         scenario = load_scenario(options.config, options.overrides)
         if options.tornado is not None:

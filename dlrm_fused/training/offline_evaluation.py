@@ -66,7 +66,10 @@ def evaluate_run(
             real = output.weights > 0
             parts.append((output.logits[real].sigmoid().cpu().numpy(), output.labels[real].cpu().numpy()))
 
-        values = evaluate(sharded.model, dataset, split, saved.config, device, observe=keep if predictions else None)
+        # That of the run is for evaluations during training.
+        is_limited = any(override.startswith("evaluation.max_samples=") for override in overrides)
+        most = saved.config.evaluation.max_samples if is_limited else 0
+        values = evaluate(sharded.model, dataset, split, saved.config, device, most, observe=keep if predictions else None)
         why = undefined(split.name, values)
         reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
         content: Content = {**report(values), **reasons, "split": split.name, "step": saved.step}

@@ -33,6 +33,7 @@ from tests.distributed.launch import (
     summary,
     train,
 )
+from tests.distributed.launch import evaluate as evaluate_run
 from tests.unit.mlperf_rules import complaints
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +244,9 @@ def test_the_run_ends_when_its_auc_does_not_rise_any_more(tmp_path):
     (run / "summary.json").unlink()
     train(tmp_path, 2, *settings)
     assert summary(run)["steps"] == 5 * len(aucs)
+
+
+def test_a_whole_split_is_evaluated_after_training_unless_the_command_limits_it(tmp_path):
+    run = train(tmp_path, 1, "training.max_steps=5", "evaluation.max_samples=100", "evaluation.every_steps=5")
+    assert evaluate_run(run, 1)["samples"] == 1_501
+    assert evaluate_run(run, 2, "evaluation.max_samples=100")["samples"] == 100

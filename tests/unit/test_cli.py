@@ -43,6 +43,11 @@ def test_a_wrong_argument_is_one_line_with_the_command() -> None:
     assert "the following arguments are required: --config; usage: dlrm-fused train " in wrong.stderr
 
 
+def test_settings_may_stand_on_both_sides_of_an_option() -> None:
+    wrong = dlrm_fused("train", "name=one", "--config", "configs/quickstart.yaml", "training.max_steps=-1")
+    assert "training.max_steps=-1: allowed: " in wrong.stderr
+
+
 def test_a_command_that_does_not_exist_shows_those_that_do() -> None:
     wrong = dlrm_fused("serve")
     assert (wrong.returncode, wrong.stdout) == (2, "")
