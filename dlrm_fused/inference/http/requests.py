@@ -15,6 +15,7 @@ from dlrm_fused.inference.export.loader import InputError, Inputs, Model
 from dlrm_fused.inference.http.limits import Limits
 
 _BODY_SECONDS = 30  # for a body to arrive
+_HISTORY = "past interactions, oldest first: all, or more than the model reads, since the time before the oldest read counts"
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -78,7 +79,7 @@ def request_schema(model: Model) -> dict[str, Any]:
     if model.rows.time is not None:
         features[model.rows.time.name] = {"description": model.rows.time.allowed}
     if model.rows.tokens:
-        features[model.rows.history] = {"description": "past interactions, oldest first", "type": "array"}
+        features[model.rows.history] = {"description": _HISTORY, "type": "array"}
     row = {"type": "object", "properties": features, "required": list(features), "additionalProperties": False}
     body = {"type": "object", "properties": {"rows": {"type": "array", "items": row}}, "required": ["rows"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
