@@ -141,11 +141,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def own_connection(store: dist.Store) -> dist.Store:
-    """Return the same store through another connection, so that a thread need not wait where another one waits for a key."""
-    return cast(Any, store).clone()  # type: ignore[no-any-return]
-
-
 def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Return a communicator of NCCL that belongs to no process group. Collective.
 

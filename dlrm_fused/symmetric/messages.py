@@ -17,10 +17,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from dlrm_fused.compat.torch import (
     default_store,
     let_captures_be,
     nccl_backend,
-    own_connection,
     sleep_on_device,
 )
 from dlrm_fused.symmetric import device
@@ -39,16 +38,14 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 logger = logging.getLogger("dlrm_fused")
 
-T = TypeVar("T")
-
 # The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
 # Between two looks at an exchange that is watched.
 _LOOK_SECONDS = 0.02
 # From a refusal to the end of NCCL's messages, in which those of earlier calls arrive.
 _REFUSAL_SECONDS = 2.0
-# A rank that waits looks so often whether another one asks who does.
-_ASK_SECONDS = 1.0
+# For ranks to say how many exchanges they have begun.
+_ANSWER_SECONDS = 2.0
 # NCCL's kernels have it before what the current stream computes next. Programs of products and lookups may hold all
 # multiprocessors until they end, and a message beside them would begin only then.
 # (``torch.distributed._symmetric_memory`` gives products a late start, too.)
@@ -171,9 +168,8 @@ class NcclLink(Link):
         # that have not come, without end, and nothing would watch it.
         self._nccl.alltoall([self._nothing] * self._size, [self._nothing] * self._size).wait()
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
-        # The thread must not wait where another one waits for a key.
-        self._late = dist.PrefixStore(f"dlrm_fused late {name}", own_connection(store))
-        self._asking: threading.Thread | None = None
+        self._count = 0  # of exchanges that this rank has begun
+        peer_monitor.answer_with(lambda: self._count)
         self._gone: LateRankError | None = None
         peer_monitor.on_gone(self._end)
         self._watched: queue.SimpleQueue[tuple[torch.cuda.Event, float] | None] = queue.SimpleQueue()
@@ -185,6 +181,7 @@ class NcclLink(Link):
     def exchange(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, *, beside: bool = True
     ) -> Exchange:
+        self._count += 1
         # One call takes the host less than one for each message. Torch has NCCL send what is empty, too (pytorch/pytorch,
         # torch/csrc/cuda/nccl.cpp, _nccl_should_send_recv): a rank that left out this call would keep the others waiting.
         to, from_ = [self._nothing] * self._size, [self._nothing] * self._size
@@ -197,6 +194,7 @@ class NcclLink(Link):
         return self._begun(work, sent, received, beside)
 
     def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:
+        self._count += 1
         with self.names_failure():
             work = self._nccl.allreduce([values], _options(dist.AllreduceOptions, beside))
         return self._begun(work, {self._rank: values}, {}, beside)
@@ -207,6 +205,11 @@ class NcclLink(Link):
         return _NcclExchange(self, work if beside else None, sent, received)
 
     def watch(self, deadline: float) -> None:
+        self._count += 1
+        self.watch_begun(deadline)
+
+    def watch_begun(self, deadline: float) -> None:
+        """As :meth:`watch`, of an exchange that :meth:`exchange` or :meth:`all_reduce` has begun."""
         event = self._events.popleft() if self._events else torch.cuda.Event()
         event.record(current_stream(self._device))
         self._watched.put((event, deadline))
@@ -251,7 +254,7 @@ class NcclLink(Link):
 
     def _wait(self, done: torch.cuda.Event, deadline: float) -> LateRankError | None:
         """Wait for an exchange; return why it has to be ended."""
-        ask_at, refused_at = time.monotonic() + _ASK_SECONDS, None
+        refused_at = None
         while not self._is_closed and not done.query():
             time.sleep(_LOOK_SECONDS)
             now, refused = time.monotonic(), self._monitor.any_refused()
@@ -261,47 +264,13 @@ class NcclLink(Link):
                     return LateRankError(refused, Why.has_refused)
             if now > deadline:
                 return LateRankError(self._late_rank(), Why.is_late)
-            if now > ask_at:
-                ask_at = now + _ASK_SECONDS
-                self._ask_store(self._answer, _LOOK_SECONDS)
         return self._gone  # which has aborted it
 
-    def _ask_store(self, ask: Callable[[], T], seconds: float) -> T | None:
-        """Return what the store says; None if it does not within that time.
-
-        A store whose process is stopped never answers, whatever its time limit; one whose process has ended raises.
-        """
-        if self._asking is not None and self._asking.is_alive():
-            return None
-        answers: list[T] = []
-
-        def run() -> None:
-            with suppress(RuntimeError):
-                answers.append(ask())
-
-        self._asking = threading.Thread(target=run, name="dlrm_fused late", daemon=True)
-        self._asking.start()
-        self._asking.join(seconds)
-        return answers[0] if answers else None
-
-    def _answer(self) -> None:
-        """Say that this rank waits, too, if another one asks."""
-        if self._late.check(["asked"]):
-            self._late.set(f"{self._rank} waits", "")
-
     def _late_rank(self) -> int:
-        """Return the first rank that does not say that it waits for an exchange, too; the next rank if all do, in different
-        ones. If the store says nothing, it is rank 0, on whose host the store is, or rank 1 where this one is rank 0."""
+        """Return the rank that has begun the fewest exchanges, first of all one that does not say how many."""
+        said = self._monitor.ask_begun(_ANSWER_SECONDS)
         others = [(self._rank + shift) % self._size for shift in range(1, self._size)]
-
-        def silent_rank() -> int:
-            self._late.set(f"{self._rank} waits", "")
-            self._late.set("asked", "")
-            time.sleep(2 * _ASK_SECONDS)
-            return next((rank for rank in others if not self._late.check([f"{rank} waits"])), others[0])
-
-        silent = self._ask_store(silent_rank, 4 * _ASK_SECONDS)
-        return int(self._rank == 0) if silent is None else silent
+        return min(others, key=lambda rank: said.get(rank, -1))
 
 
 @functools.cache
@@ -333,7 +302,7 @@ class _NcclExchange(Exchange):
             with self._link.names_failure():
                 self._work.wait()
         if not torch.cuda.is_current_stream_capturing():
-            self._link.watch(deadline)
+            self._link.watch_begun(deadline)
         self._is_finished, self._work, self._kept = True, None, {}
 
 

@@ -37,12 +37,15 @@ _KEEPALIVE_PROBES = 3
 # of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have already read which
 # rank was the first. A rank that takes no part in an exchange because of an error of its own tells those whom its flags do not
 # reach; and one that makes no more calls, since a call has failed there, tells all. So does one that waits for all on the host.
+# One that waits for messages in vain asks all how many they have begun; its number takes the place of the channel's.
 _MESSAGE = struct.Struct("!iiq")
 _GOODBYE = 0
 _LOST = 1
 _REFUSED = 2
 _FAILED = 3
 _ASSEMBLED = 4
+_ASKED = 5
+_BEGUN = 6
 
 
 class PeerMonitor:
@@ -63,6 +66,8 @@ class PeerMonitor:
         self._refused: dict[int, int] = {}  # by channel, the first rank
         self._failed: dict[int, int] = {}  # likewise
         self._assemblies: Counter[tuple[int, int]] = Counter()  # by channel and rank
+        self._count_begun: Callable[[], int] = int
+        self._begun: dict[int, int] = {}  # by rank, as they answered
         self._gone: set[int] = set()  # that were told to callbacks
         self._gone_callbacks: list[Callable[[int], None]] = []
         self._refused_callbacks: dict[int, Callable[[int], None]] = {}  # by channel
@@ -137,6 +142,22 @@ class PeerMonitor:
     def assemblies(self, channel: int, rank: int) -> int:
         """Return how often a rank has said so of a channel."""
         return self._assemblies[channel, rank]
+
+    def answer_with(self, count_begun: Callable[[], int]) -> None:
+        """Answer ranks that ask with the number of messages that this one has begun. The monitor's thread calls it."""
+        self._count_begun = count_begun
+
+    def ask_begun(self, seconds: float) -> dict[int, int]:
+        """Ask all ranks how many messages they have begun; return the numbers of those that answer in that time, by rank.
+
+        A rank answers also while it computes or waits, but not if its process is stopped.
+        """
+        self._begun = {}
+        self._tell(_ASKED, self._rank, self._peers)
+        until = time.monotonic() + seconds
+        while len(self._begun) < len(self._peers) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return dict(self._begun)
 
     def on_gone(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when it is of no use to wait for a peer any more: it is lost, or has left 5 seconds ago.
@@ -229,6 +250,10 @@ class PeerMonitor:
                 self._failed.setdefault(channel, rank)
             elif kind == _ASSEMBLED:
                 self._assemblies[channel, rank] += 1
+            elif kind == _ASKED:
+                self._tell(_BEGUN, self._rank, [rank], self._count_begun())
+            elif kind == _BEGUN:
+                self._begun[rank] = channel
             else:
                 self._lose(rank)
         if received and peer not in self._left:

@@ -18,14 +18,21 @@ from dlrm_fused.symmetric import messages
 from dlrm_fused.symmetric.messages import LateRankError, NcclLink, Why
 
 TIMEOUT_SECONDS = 0.3
-ASK_SECONDS = 0.05
+Counts = dict[int, Callable[[], int]]
 
 
 class Monitor:
-    """Of a rank; it hears of nothing but what a test tells."""
+    """Of a rank; it hears of nothing but what a test tells, and what the monitors in ``counts`` answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, counts: Counts) -> None:
         self.refused: int | None = None
+        self.rank, self.counts = rank, counts
+
+    def answer_with(self, count_begun: Callable[[], int]) -> None:
+        self.counts[self.rank] = count_begun
+
+    def ask_begun(self, _: float) -> dict[int, int]:
+        return {rank: count() for rank, count in self.counts.items() if rank != self.rank}
 
     def on_gone(self, callback: Any) -> None:
         self.gone = callback
@@ -81,10 +88,10 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclLink]]:
     monkeypatch.setattr(messages, "nccl_backend", lambda *_: Nccl())
     monkeypatch.setattr(messages, "current_stream", lambda _: None)
     monkeypatch.setattr(messages, "sleep_on_device", lambda _: None)
-    for name, seconds in (("_ASK_SECONDS", ASK_SECONDS), ("_LOOK_SECONDS", 0.005), ("_REFUSAL_SECONDS", 0.1)):
+    for name, seconds in (("_LOOK_SECONDS", 0.005), ("_REFUSAL_SECONDS", 0.1)):
         monkeypatch.setattr(messages, name, seconds)
-    cpu = torch.device("cpu")
-    made = [NcclLink(_group(rank), cpu, Monitor(), "messages") for rank in range(3)]  # type: ignore[arg-type]
+    cpu, counts = torch.device("cpu"), Counts()
+    made = [NcclLink(_group(rank), cpu, Monitor(rank, counts), "messages") for rank in range(3)]  # type: ignore[arg-type]
     yield made
     for link in made:
         link.close()
@@ -140,7 +147,7 @@ def test_a_message_has_a_head_start_on_what_runs_beside_it(links: list[NcclLink]
 
 def test_what_is_not_beside_the_current_stream_has_nothing_to_wait_for_and_is_watched(links: list[NcclLink]) -> None:
     link, watched = links[0], []
-    link.watch = watched.append  # type: ignore[method-assign]
+    link.watch_begun = watched.append  # type: ignore[method-assign]
     values = torch.ones(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -148,7 +155,7 @@ def test_what_is_not_beside_the_current_stream_has_nothing_to_wait_for_and_is_wa
             begun.finish(7.0)
             begun.finish(8.0)
     assert watched == [7.0, 7.0]
-    del link.watch
+    del link.watch_begun
 
 
 def test_a_rank_with_nothing_to_exchange_takes_part_and_is_watched(
@@ -156,7 +163,7 @@ def test_a_rank_with_nothing_to_exchange_takes_part_and_is_watched(
 ) -> None:
     """NCCL's All-to-All waits for what is empty, too."""
     link, watched = links[0], []
-    monkeypatch.setattr(link, "watch", watched.append)
+    monkeypatch.setattr(link, "watch_begun", watched.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert list(link.exchange({}, {}, tag=0).arrivals(7.0)) == []
     ((received, sent),) = link._nccl.begun
@@ -166,7 +173,7 @@ def test_a_rank_with_nothing_to_exchange_takes_part_and_is_watched(
 
 def test_all_that_wait_name_the_rank_that_does_not(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
     begin(links[0], monkeypatch)
-    time.sleep(2 * ASK_SECONDS)  # ranks do not begin together
+    time.sleep(0.1)  # ranks do not begin together
     begin(links[2], monkeypatch)
     assert [(failure.rank, failure.why) for failure in map(failure_of, (links[0], links[2]))] == [(1, Why.is_late)] * 2
     assert links[1].failure is None
@@ -239,32 +246,30 @@ def test_errors_of_nccl_say_which_rank_is_gone(links: list[NcclLink]) -> None:
     assert (raised.value.rank, raised.value.why) == (1, Why.is_gone)
 
 
-def test_a_rank_is_named_although_the_store_is_gone(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("connection reset by peer")
-
-    monkeypatch.setattr(links[0], "_late", SimpleNamespace(check=fail, set=fail))
-    begin(links[0], monkeypatch)
-    failure = failure_of(links[0])
-    assert (failure.rank, failure.why) == (1, Why.is_late)
-
-
-def test_a_rank_is_named_although_the_store_never_answers(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the process that has it is stopped: torch's time limit does not end such a wait."""
-    answers = threading.Event()
-
-    def wait(*_: object) -> None:
-        answers.wait(60.0)
-
-    monkeypatch.setattr("tests.symmetric.test_nccl_messages.TIMEOUT_SECONDS", 3 * ASK_SECONDS)
-    began = time.monotonic()
-    for link in links:
-        monkeypatch.setattr(link, "_late", SimpleNamespace(check=wait, set=lambda *_: None))
+def test_a_rank_that_has_done_its_part_is_not_named(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    for link in links[1:]:
         begin(link, monkeypatch)
-    failures = [failure_of(link) for link in links]
-    assert [(failure.rank, failure.why) for failure in failures] == [(1, Why.is_late), (0, Why.is_late), (0, Why.is_late)]
-    assert time.monotonic() - began < 5.0
-    answers.set()
+    links[2]._nccl.is_done.set()
+    failure = failure_of(links[1])
+    assert (failure.rank, failure.why) == (0, Why.is_late)
+
+
+def test_of_ranks_that_all_wait_the_one_with_the_fewest_exchanges_is_named(
+    links: list[NcclLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for link in links[:2]:
+        link.exchange({}, {}, tag=0)
+    for link in links:
+        begin(link, monkeypatch)
+    assert [failure_of(link).rank for link in links[:2]] == [2, 2]
+
+
+def test_a_rank_that_does_not_say_what_it_has_begun_is_named(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose process is stopped."""
+    for link in links:
+        begin(link, monkeypatch)
+    links[0]._monitor.counts.pop(2)  # type: ignore[attr-defined]
+    assert [failure_of(link).rank for link in links[:2]] == [2, 2]
 
 
 def test_an_error_of_the_device_ends_all_messages(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,3 +148,17 @@ def test_alone_there_is_nothing_to_watch() -> None:
     assert alone.lost_peer() is None
     assert alone.describe(0).startswith("rank 0 on ")
     alone.close()
+
+
+def test_ranks_say_how_many_messages_they_have_begun_but_for_one_that_cannot() -> None:
+    those = watches(ranks=3)
+    for rank, one in enumerate(those):
+        one.answer_with(lambda rank=rank: 10 + rank)  # type: ignore[misc]
+    assert those[0].ask_begun(10.0) == {1: 11, 2: 12}
+    is_stopped = threading.Event()
+    those[2].answer_with(lambda: is_stopped.wait(10.0) and 0)
+    began = time.monotonic()
+    assert those[1].ask_begun(0.5) == {0: 10}
+    assert time.monotonic() - began < 5.0
+    is_stopped.set()
+    close(*those)
