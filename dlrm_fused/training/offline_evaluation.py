@@ -66,7 +66,7 @@ def evaluate_run(
             real = output.weights > 0
             parts.append((output.logits[real].sigmoid().cpu().numpy(), output.labels[real].cpu().numpy()))
 
-        # That of the run is for evaluations during training.
+        # The setting of the run is for evaluations during training.
         is_limited = any(override.startswith("evaluation.max_samples=") for override in overrides)
         most = saved.config.evaluation.max_samples if is_limited else 0
         values = evaluate(sharded.model, dataset, split, saved.config, device, most, observe=keep if predictions else None)
