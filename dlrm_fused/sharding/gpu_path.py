@@ -70,7 +70,8 @@ class GpuPath:
         weights = [
             _weights(lookup, module, features) for (lookup, features), module in zip(by_module, self._modules, strict=True)
         ]
-        if all(own is None for own in weights) and self._replayed.covers(indices, call.batch_sizes):
+        is_covered = all(own is None for own in weights) and self._replayed.covers(indices, call.batch_sizes)
+        if self._replayed.takes(is_covered, indices, offsets, call.batch_sizes, call.gradient_scale):
             return self._replayed(indices, offsets, call.batch_sizes, call.gradient_scale)
         inputs = self._tables.inputs(indices, offsets, weights)
         return embedding_all_to_all(workspace, *inputs, call.batch_sizes, call.gradient_scale)

@@ -17,6 +17,7 @@ from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, 
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, update_tables
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
+from dlrm_fused.symmetric.launches import Remembered
 
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps memory for all that a step
 # reads and makes.
@@ -25,7 +26,11 @@ _MOST_CAPTURES = 2
 _MOST_INDICES = 2**22
 # Most bytes of an output, which a replay copies, and of its gradient.
 _MOST_BYTES = 2**26
+# Calls with the same batch sizes after which hosts agree: each rank has then seen whether its shapes come again.
+_CALLS_BEFORE_AGREEMENT = RUNS_BEFORE_CAPTURE + 4
 
+# Batch sizes and factor of gradients, and the shapes of this rank's batch.
+_Key = tuple[Any, ...]
 # Maps indices and offsets of the lookups, as they are given, to those that the operator reads.
 Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -47,6 +52,38 @@ class ReplayedEmbeddingAllToAll:
         self._tables: object = None  # the tables whose steps are counted
         self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
         self._steps = RunCounter()
+        self._calls = RunCounter()  # by what all ranks know alike, as are the keys of agreements
+        self._agreed: Remembered[_Key | None] = Remembered()  # this rank's shapes that are replayed
+
+    def takes(
+        self,
+        is_covered: bool,
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        batch_sizes: Sequence[int],
+        gradient_scale: float | None,
+    ) -> bool:
+        """Return whether a batch is to be run by this, and not by the operator. Collective.
+
+        Between hosts a call is captured on all ranks or on none, as NCCL wants it (its user guide, "Using NCCL with CUDA
+        Graphs"). Shapes of one rank may come again where those of another do not, so ranks agree, once for the batch sizes.
+
+        Args:
+            is_covered: whether this rank's batch is, by :meth:`covers`, and has no weights.
+        """
+        workspace = self._workspace
+        group, call = workspace.group, (tuple(batch_sizes), gradient_scale)
+        if not group.hosts.are_many or not group.calls_can_be_captured or not torch.is_grad_enabled():
+            return is_covered
+        self._calls.count(call)
+        if call not in self._agreed:
+            if self._calls.runs(call) < _CALLS_BEFORE_AGREEMENT:
+                return is_covered
+            key = _key(indices, offsets, batch_sizes, gradient_scale)
+            comes_again = is_covered and self._steps.runs(key) > RUNS_BEFORE_CAPTURE
+            workspace.forward_channel.assemble()
+            self._agreed[call] = key if all(group.gather(lambda: comes_again)) else None
+        return is_covered and self._agreed[call] is not None
 
     def covers(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         """Return whether replays of a batch do the same as the operator, and are faster.
@@ -82,11 +119,13 @@ class ReplayedEmbeddingAllToAll:
         if self._tables is not workspace.tables:
             self._steps = RunCounter()  # numbers that change at every step are not worth a capture
             self._tables = workspace.tables
-        key = (tuple(batch_sizes), gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
+        key = _key(indices, offsets, batch_sizes, gradient_scale)
+        agreed = self._agreed.get((tuple(batch_sizes), gradient_scale)) if workspace.group.hosts.are_many else key
         if key not in self._captures and self._captures.has_room:
-            if self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
+            if agreed is None or self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
                 return self._rehearse(key, batch)
-            self._captures[key] = _Capture(workspace, self._prepare, batch)
+            if key == agreed:
+                self._captures[key] = _Capture(workspace, self._prepare, batch)
         capture = self._captures.get(key)
         if capture is None or capture.is_lent:
             return _run(workspace, self._prepare, batch)
@@ -107,6 +146,12 @@ class ReplayedEmbeddingAllToAll:
         output = _run(self._workspace, self._prepare, batch)
         output.register_hook(count)
         return output
+
+
+def _key(
+    indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int], gradient_scale: float | None
+) -> _Key:
+    return (tuple(batch_sizes), gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
 
 
 class _Batch(NamedTuple):

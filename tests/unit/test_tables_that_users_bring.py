@@ -35,6 +35,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
         ("b.csv", gzip.compress(CSV.encode()), "is no text but what .gz files hold; end its name with .gz"),
         ("b.csv", b"PAR1....", "is no text but what .parquet files hold; end its name with .parquet"),
     ],
+    ids=["text as gzip", "text as zstd", "half of a gzip", "gzip as text", "Parquet as text"],  # gzip writes the time
 )
 def test_a_file_that_is_not_what_its_name_says_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, said: str
