@@ -71,10 +71,10 @@ class ReplayedEmbeddingAllToAll:
         Args:
             is_covered: whether this rank's batch is, by :meth:`covers`, and has no weights.
         """
-        workspace = self._workspace
-        group, call = workspace.group, (tuple(batch_sizes), gradient_scale)
+        workspace, group = self._workspace, self._workspace.group
         if not group.hosts.are_many or not group.calls_can_be_captured or not torch.is_grad_enabled():
             return is_covered
+        call = tuple(batch_sizes), gradient_scale
         self._calls.count(call)
         if call not in self._agreed:
             if self._calls.runs(call) < _CALLS_BEFORE_AGREEMENT:
@@ -120,8 +120,8 @@ class ReplayedEmbeddingAllToAll:
             self._steps = RunCounter()  # numbers that change at every step are not worth a capture
             self._tables = workspace.tables
         key = _key(indices, offsets, batch_sizes, gradient_scale)
-        agreed = self._agreed.get((tuple(batch_sizes), gradient_scale)) if workspace.group.hosts.are_many else key
         if key not in self._captures and self._captures.has_room:
+            agreed = self._agreed.get((tuple(batch_sizes), gradient_scale)) if workspace.group.hosts.are_many else key
             if agreed is None or self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
                 return self._rehearse(key, batch)
             if key == agreed:

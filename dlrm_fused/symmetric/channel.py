@@ -181,7 +181,7 @@ class Channel:
         """Wait on the host until all ranks have come here, before what is collective there and has no time limit of its own.
 
         Raises:
-            UsageError: the group is closed.
+            UsageError: the group is closed, or the channel is released.
             CommunicationError: the wait exceeded the limit, or a peer is lost, has failed, or makes another call.
         """
         monitor, deadline = self.group.peer_monitor, self._deadline()
