@@ -99,15 +99,8 @@ def process_group_of_checks(rank: Rank) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     if SHARE_A_GPU:
         _let_ranks_share_a_gpu(rank)
-    if not SHARE_A_GPU or GPUS > 1:
-        with process_group(rank, device):
-            yield device
-        return
-    dist.init_process_group("gloo")
-    try:
+    with process_group(rank, device):
         yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def _let_ranks_share_a_gpu(rank: Rank) -> None:
