@@ -128,14 +128,6 @@ def is_alive(process_group: dist.ProcessGroup) -> bool:
     return process_group in dist.distributed_c10d._world.pg_map
 
 
-def process_groups_of_this_rank() -> int:
-    """Return how many process groups this rank is in.
-
-    torch names a group that its ranks make by themselves by their numbers and this one (``_hash_ranks_to_str``).
-    """
-    return len(dist.distributed_c10d._world.pg_names)
-
-
 def default_store() -> dist.Store:
     """Return the store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
@@ -182,9 +174,38 @@ def zeros_symmetric(size: int, device: torch.device) -> Tensor:
     return block
 
 
-def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
-    """Map the blocks of all ranks; the handle gives their addresses. Collective."""
-    return _symmetric_memory.rendezvous(block, process_group)
+class MappingRanks:
+    """Ranks that map each other's blocks. Torch's symmetric memory knows them by the name of a process group; this one has no
+    collectives, so that making it takes no other rank, as ``new_group`` on GPUs does, and no counting of groups.
+
+    Args:
+        name: equal on these ranks, and of no other process group.
+        rank: among them.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        from torch._C._distributed_c10d import _register_process_group
+
+        self._name: Any = name  # of a type that torch has named since 2.11
+        self._group = dist.ProcessGroup(dist.PrefixStore(name, default_store()), rank, world_size)
+        self._group._set_group_name(self._name)
+        _register_process_group(self._name, self._group)  # which keeps no reference
+
+    def rendezvous(self, block: Tensor) -> Any:
+        """Map the blocks of all ranks; the handle gives their addresses. Collective.
+
+        Args:
+            block: of :func:`zeros_symmetric`, of the same size on all of them.
+        """
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        return _SymmetricMemory.rendezvous(block, self._name)
+
+    def close(self) -> None:
+        """Let go of the name."""
+        from torch._C._distributed_c10d import _unregister_process_group
+
+        _unregister_process_group(self._name)
 
 
 def tensors_without_memory() -> AbstractContextManager[object]:

@@ -9,21 +9,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 from collections.abc import Mapping
-from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import (
-    is_alive,
-    process_groups_of_this_rank,
-    rendezvous,
-    symmetric_memory_backend,
-    zeros_symmetric,
-)
+from dlrm_fused.compat.torch import MappingRanks, symmetric_memory_backend, zeros_symmetric
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -59,19 +53,15 @@ class CudaGroup(SymmetricGroup):
         self.hosts = self.hosts.divided(unreachable)
         if any(unreachable) and dist.get_rank() == 0:
             _say_what_no_peer_access_means()
-        self._local_group = self.process_group
-        if self.hosts.are_many:
-            self._check_groups()
-            # torch's symmetric memory wants a group whose ranks all reach each other.
-            ranks = dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
-            local = [ranks[rank] for rank in self.hosts.local]
-            self._local_group = cast(dist.ProcessGroup, dist.new_group(local, use_local_synchronization=True))
+        local = self.hosts.local
+        name = self.gather(lambda: f"dlrm_fused memory {secrets.token_hex(8)}")[local[0]]
+        self._mapping = MappingRanks(name, local.index(self.rank), len(local)) if len(local) > 1 else None
 
     def close(self) -> None:
-        local, self._local_group = self._local_group, None
         super().close()
-        if local is not None and self.hosts.are_many and is_alive(local):
-            dist.destroy_process_group(local)
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
 
     def _check_gpus(self, gpus: Mapping[int, str]) -> None:
         first_users: dict[str, int] = {}
@@ -86,18 +76,6 @@ class CudaGroup(SymmetricGroup):
             raise UsageError(
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
             )
-
-    def _check_groups(self) -> None:
-        """Ranks of a host that differ here would wait in torch for each other, which gives their group several names."""
-        counts = self.gather(process_groups_of_this_rank)
-        for host in self.hosts.ranks:
-            of_host = [counts[rank] for rank in host]
-            if len(set(of_host)) > 1:
-                raise UsageError(
-                    f"ranks {', '.join(map(str, host))}, of one host, are in {of_host} process groups; on GPUs of several "
-                    "hosts those of each host must be in equally many: make further ones after the first step, or with all of "
-                    "the host's ranks"
-                )
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
         """Return the ranks of this host to whose GPU this rank's has no peer access."""
@@ -118,18 +96,14 @@ class CudaGroup(SymmetricGroup):
         torch.cuda.synchronize(self.device)
         return zeros
 
-    def _rendezvous(self, local: Tensor) -> Any:
-        assert self._local_group is not None
-        return rendezvous(local, self._local_group)
-
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         self.gather(lambda: self._check_available(name, size))
-        is_alone = len(self.hosts.local) == 1
+        mapping = self._mapping  # None where this rank is alone on its host
         with torch.cuda.device(self.device):
             # Ranks alone on their host make the collective calls of the others.
-            local = self.on_all(lambda: self._zeros(size) if is_alone else zeros_symmetric(size, self.device))
+            local = self.on_all(lambda: zeros_symmetric(size, self.device) if mapping else self._zeros(size))
             # This call ends when all ranks have mapped all, and all memory is zero.
-            handle = self.on_all(lambda: None if is_alone else self._rendezvous(local))
+            handle = self.on_all(lambda: mapping.rendezvous(local) if mapping else None)
             if handle is None:
                 return SymmetricMemory(name, {self.rank: local}, self.rank, self.world_size)
             blocks = {

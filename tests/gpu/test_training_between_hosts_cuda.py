@@ -91,9 +91,10 @@ def be_train(arguments: Sequence[str], run: Path, fault: Callable[[], None] | No
 
     if fault is not None and os.environ["RANK"] == "1":
         threading.Thread(target=watch, daemon=True).start()
-    # As under torchrun on one machine: LOCAL_WORLD_SIZE counts both.
-    host, gpus = int(os.environ["RANK"]), torch.cuda.device_count()
-    os.environ.update(DLRM_FUSED_HOST=f"host{host}", NCCL_HOSTID=f"host{host}", LOCAL_RANK=str(host % gpus))
+    # As under torchrun on one machine: on two GPUs LOCAL_WORLD_SIZE counts both.
+    host, gpus = int(os.environ["RANK"]), min(2, torch.cuda.device_count())
+    os.environ.update(DLRM_FUSED_HOST=f"host{host}", NCCL_HOSTID=f"host{host}")
+    os.environ.update(LOCAL_RANK=str(host % gpus), LOCAL_WORLD_SIZE=str(gpus))
     train_command(arguments)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric import Channel, cuda, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from tests.distributed.launch import on_hosts, run_ranks
@@ -156,18 +157,27 @@ def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
         assert line.endswith("comm=auto measures both and takes the faster")
 
 
-def allocate_on_gpus() -> list[str]:
-    """On a rank: the memory of a group of GPUs, which torch's symmetric memory would map."""
-    make_up_gpus(has_peer_access=True)
+def make_up_memory() -> None:
+    """On a rank: ranks that would map each other's memory meet under their name, and map memory of their own."""
     torch.cuda.device, torch.cuda.synchronize = nullcontext, lambda _: None  # type: ignore[assignment, misc]
     torch.cuda.mem_get_info = lambda _: (1 << 40, 1 << 40)
     cuda.zeros_symmetric = lambda size, _: torch.zeros(size, dtype=torch.uint8)
 
-    def rendezvous(local: Tensor, group: dist.ProcessGroup) -> Any:
-        blocks = [local if rank == group.rank() else torch.zeros_like(local) for rank in range(group.size())]
+    def rendezvous(self: cuda.MappingRanks, block: Tensor) -> Any:
+        group = dist.distributed_c10d._resolve_process_group(self._name)
+        store = group.get_group_store()
+        store.set(f"is here: {group.rank()}", "")
+        store.wait([f"is here: {rank}" for rank in range(group.size())], timedelta(seconds=10))
+        blocks = [block if rank == group.rank() else torch.zeros_like(block) for rank in range(group.size())]
         return SimpleNamespace(get_buffer=lambda place, *_: blocks[place], buffer_ptrs=[block.data_ptr() for block in blocks])
 
-    cuda.rendezvous = rendezvous
+    cuda.MappingRanks.rendezvous = rendezvous  # type: ignore[method-assign]
+
+
+def allocate_on_gpus() -> list[str]:
+    """On a rank: the memory of a group of GPUs, which torch's symmetric memory would map."""
+    make_up_gpus(has_peer_access=True)
+    make_up_memory()
     group = cuda.CudaGroup(dist.group.WORLD, CPU)
     names = [group.allocate(f"memory {number}", 4096).name for number in range(3)]
     group.close()
@@ -180,21 +190,33 @@ def test_a_rank_alone_on_its_host_allocates_with_ranks_that_are_not(hosts: tuple
     assert run_ranks(len(hosts), on_hosts, hosts, allocate_on_gpus) == [["memory 0", "memory 1", "memory 2"]] * len(hosts)
 
 
-def groups_of_hosts(own_group: list[int]) -> list[str]:
-    """On a rank of two hosts with two GPUs each: what is said against a group over them, once all have made that one."""
+def groups_of_pairs(makers: Sequence[int]) -> list[dict[int, int]]:
+    """On a rank of two hosts with GPUs: by group, the bytes that it sees of each rank of its host."""
     make_up_gpus(has_peer_access=True)
-    dist.new_group(own_group)
-    try:
-        cuda.CudaGroup(dist.group.WORLD, CPU).close()
-    except UsageError as error:
-        return [str(error)]
-    return []
+    make_up_memory()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    own = [pairs[dist.get_rank() // 2]] if dist.get_rank() in makers else []
+    seen = []
+    for process_group in (*own, dist.group.WORLD):
+        group = cuda.CudaGroup(process_group, CPU)
+        memory = group.allocate("memory", 4096)
+        seen.append({rank: len(memory.peer(rank)) for rank in group.hosts.local})
+        dist.barrier(process_group)
+        group.close()
+    return seen
 
 
-def test_ranks_of_a_host_in_unequal_numbers_of_process_groups_are_told_so() -> None:
-    for (said,) in run_ranks(4, on_hosts, (0, 0, 1, 1), groups_of_hosts, [0, 1, 2]):
-        assert "ranks 2, 3, of one host, are in [2, 1] process groups" in said
-
-
-def test_hosts_may_be_in_unequal_numbers_of_process_groups() -> None:
-    assert run_ranks(4, on_hosts, (0, 0, 1, 1), groups_of_hosts, [0, 1]) == [[]] * 4
+def test_a_group_of_gpus_over_hosts_takes_its_own_ranks_alone() -> None:
+    """As with ``model.tensor_parallel=2`` on two hosts of three GPUs: torch makes a group of some ranks with all of them, and
+    counts those that each is in."""
+    found = run_ranks(6, on_hosts, (0, 0, 0, 1, 1, 1), groups_of_pairs, (2, 3, 4, 5))
+    of_hosts = [dict.fromkeys(ranks, 4096) for ranks in ((0, 1, 2), (3, 4, 5))]
+    alone, both = {0: 4096}, {0: 4096, 1: 4096}
+    assert found == [
+        [of_hosts[0]],
+        [of_hosts[0]],
+        [alone, of_hosts[0]],
+        [{1: 4096}, of_hosts[1]],
+        [both, of_hosts[1]],
+        [both, of_hosts[1]],
+    ]
