@@ -186,7 +186,7 @@ class MappingRanks:
     def __init__(self, name: str, rank: int, world_size: int) -> None:
         from torch._C._distributed_c10d import _register_process_group
 
-        self._name: Any = name  # of a type that torch has named since 2.11
+        self._name = cast(Any, name)  # of a type that torch has named since 2.11
         self._group = dist.ProcessGroup(dist.PrefixStore(name, default_store()), rank, world_size)
         self._group._set_group_name(self._name)
         _register_process_group(self._name, self._group)  # which keeps no reference
