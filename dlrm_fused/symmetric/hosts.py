@@ -5,11 +5,10 @@ GPUs of one machine that have no peer access count as if they were on different 
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,8 +125,7 @@ class Hosts:
     @cached_property
     def remote_runs(self) -> tuple[range, ...]:
         """The ranks of other hosts, ascending, neighbours together."""
-        edges = [-1, *sorted(self.local), len(self.of_rank)]
-        return tuple(range(before + 1, after) for before, after in itertools.pairwise(edges) if after - before > 1)
+        return tuple(runs_of(sorted(self.remote)))
 
     def counterpart(self, rank: int, host: int) -> int:
         """Return the rank of a host that talks to a rank of another one: that with the same number within its host."""
@@ -150,3 +148,14 @@ class Hosts:
             self.counterpart(rank, host) for rank, own in self.of_rank.items() for host in range(len(self.ranks)) if host != own
         )
         return max(served.values(), default=0)
+
+
+def runs_of(ranks: Iterable[int]) -> list[range]:
+    """Return ranks in their order, those that follow each other together: what belongs to them may lie side by side."""
+    runs: list[range] = []
+    for rank in ranks:
+        if runs and runs[-1].stop == rank:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return runs

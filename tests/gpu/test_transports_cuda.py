@@ -68,7 +68,7 @@ class Results(NamedTuple):
         same: must have the same bits on any hosts.
         sums: over the ranks, which hosts of several ranks add up in another order.
         rounding: relative, of a sum that travels.
-        products: of kernels on one host, and of torch between hosts, which adds up in another order.
+        products: of the library, or of kernels on one host and of the library between hosts, which may add up in another order.
     """
 
     same: Sequence[Tensor]
@@ -165,11 +165,10 @@ def products(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtyp
         schedule = "chunks" if number % 2 else "kernel"
         result = gemm_all_to_all(workspace, x.requires_grad_(), weight.requires_grad_(), schedule=schedule)
         (of_x,) = torch.autograd.grad(result, [x], normal(*result.shape))
-        if schedule == "kernel":
-            return Results([of_x, result.detach()])
-        # The library multiplies all rows of a small product at once between hosts, those of each rank by themselves within one.
+        # The library multiplies rows of several ranks at once between hosts, those of each rank by themselves within one.
         rounding = torch.finfo(dtype).eps * (DEPTH**0.5 if dtype == torch.float32 else 1.0)
-        return Results([of_x], rounding=rounding, products=[result.detach()])
+        of_kernel, of_library = ([result.detach()], [of_x]) if schedule == "kernel" else ([], [of_x, result.detach()])
+        return Results(of_kernel, rounding=rounding, products=of_library)
 
     return multiply
 

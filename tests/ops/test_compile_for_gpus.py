@@ -441,7 +441,7 @@ def launch_store_tiles(wire: torch.dtype) -> None:
     plan = BatchPlan(layout, Hosts(((0,), (1,)), 0), (4, 4), SINGLE, wire, wire, torch.device("cpu"))
     buffer = plan.slices.gradients.new_buffer(torch.device("cpu"))
     store_tiles(rows(SINGLE, 4, WORLD * WIDTH), plan.slices.gradient_buffer_table, 4, buffer, 0, wire)
-    store_tiles(rows(wire, 4), plan.slices.spread_tables[1], 4, memory().addresses, 0, wire)
+    store_tiles(rows(wire, 4).flatten(), plan.slices.spread_table, 4, memory().addresses, 0, wire)
 
 
 def launch_sums_of_many_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import exchange_with_hosts
+from dlrm_fused.ops.common.exchanges import HostExchange, exchange_with_hosts, rows_of_ranks
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
-from dlrm_fused.symmetric.channel import ChannelExchange
+from dlrm_fused.symmetric.hosts import runs_of
 
 
 def gather_and_multiply(
@@ -31,14 +32,16 @@ def gather_and_multiply(
     gathered, exchanges = _begin_to_gather(workspace, x, fingerprint)
     if not exchanges:
         return Started(gathered @ factor, lambda: gathered)
-    out = x.new_empty(len(gathered), factor.shape[1])
-    received_from, out_of = gathered.chunk(workspace.world_size), out.chunk(workspace.world_size)
-    for rank in workspace.group.hosts.local:
-        torch.mm(received_from[rank], factor, out=out_of[rank])
-    for exchange in exchanges:
-        for rank, shard in exchange.arrivals():
-            torch.mm(shard, factor, out=out_of[rank])
-        exchange.finish()
+    out, ranks = x.new_empty(len(gathered), factor.shape[1]), workspace.world_size
+
+    def multiply(sources: Sequence[range]) -> None:
+        for run in sources:
+            torch.mm(rows_of_ranks(gathered, run, ranks), factor, out=rows_of_ranks(out, run, ranks))
+
+    multiply(runs_of(workspace.group.hosts.local))
+    for exchange, sources in exchanges:
+        exchange.complete()
+        multiply(sources)
     return Started(out, lambda: gathered)
 
 
@@ -77,20 +80,20 @@ def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) 
     gathered, exchanges = _begin_to_gather(workspace, x, fingerprint)
 
     def rows() -> Tensor:
-        for exchange in exchanges:
+        for exchange, _ in exchanges:
             exchange.complete()
         return gathered
 
     return Started(x, rows)
 
 
-def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> tuple[Tensor, list[ChannelExchange]]:
+def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> tuple[Tensor, list[HostExchange]]:
     """[M, K], in memory of the workspace until its next call: the rows of this host's ranks, and what brings the others'."""
     if workspace.world_size == 1:
         return x, []
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
     received_from = gathered.chunk(workspace.world_size)
-    exchanges = exchange_with_hosts(workspace.channel, lambda _: x, received_from.__getitem__, fingerprint)
+    exchanges = exchange_with_hosts(workspace.channel, lambda to: [x] * len(to), received_from.__getitem__, fingerprint)
     local = workspace.group.hosts.local
     if len(local) == 1:
         received_from[workspace.rank].copy_(x)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import exchange_with_hosts, halves_of
+from dlrm_fused.ops.common.exchanges import HostExchange, exchange_with_hosts, halves_of, rows_of_ranks
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.products import product, product_in_fp32
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
-from dlrm_fused.symmetric.channel import ChannelExchange
+from dlrm_fused.symmetric.hosts import runs_of
 
-# Two H200s were faster so from this size on, of what goes to one rank of another host.
+# Two H200s were faster so from this size on, of what goes to the only other rank. The rows of several are one product.
 _BYTES_IN_HALVES = 32 << 20
 
 
@@ -44,23 +44,24 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
     rows = all_rows // ranks
     # Ranks of other hosts send to ordinary tensors, of which one may become the result.
     parts = {peer: x.new_empty(rows, columns) for peer in hosts.remote}
-    halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES)
+    cuts_rows = len(hosts.remote) == 1
+    halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES) if cuts_rows else [slice(None)]
 
-    def exchange(half: slice) -> list[ChannelExchange]:
+    def exchange(half: slice) -> list[HostExchange]:
         return exchange_with_hosts(
             workspace.channel,
-            lambda peer: product(shards[peer][half], weight),
+            lambda peers: product(rows_of_ranks(x, peers, ranks)[half], weight).chunk(len(peers)),
             lambda peer: parts[peer][half],
             fingerprint,
             beside=len(halves) * (ranks - 1) > 1,  # nothing is computed beside one message
         )
 
-    begun = [(half, one) for half in halves for one in exchange(half)]
+    begun = [(half, one) for half in halves for one, _ in exchange(half)]
     neighbours = [peer for peer in hosts.local if peer != rank]
     if neighbours:
         numbers = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)
         scatter_rows(
-            torch.cat([product(shards[peer], weight) for peer in neighbours]),
+            torch.cat([product(rows_of_ranks(x, run, ranks), weight) for run in runs_of(neighbours)]),
             torch.cat([peer * all_rows + numbers for peer in neighbours]),
             workspace.window_of(workspace.received, fingerprint),
             rows_per_rank=all_rows,

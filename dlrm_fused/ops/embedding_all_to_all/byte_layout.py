@@ -27,6 +27,7 @@ class Tile:
     width: int
     rows: int
     item_size: int  # bytes of an element there
+    source_stride: int = 0  # elements between rows of the local tensor, where it is one of several in a buffer
 
 
 @dataclass(frozen=True)

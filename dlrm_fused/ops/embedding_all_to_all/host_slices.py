@@ -25,7 +25,7 @@ TILE_COLUMNS = 512
 
 
 def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
-    """The tiles as the kernel wants them: int64 [n, 7], none wider than a tile, fields in their order."""
+    """The tiles as the kernel wants them: int64 [n, 8], none wider than a tile, fields in their order, without the size."""
     narrow = [
         replace(
             tile,
@@ -36,8 +36,8 @@ def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
         for tile in tiles
         for begin_column in range(0, tile.width if tile.rows else 0, TILE_COLUMNS)
     ]
-    rows = [astuple(tile)[:7] for tile in narrow]
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 7).to(device, non_blocking=True)
+    rows = [(*fields, stride) for *fields, _, stride in map(astuple, narrow)]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 8).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class SlicesInBuffer:
             rank: buffer[begin : begin + self._size(rank)].view(self.dtype).view(self.shapes[rank])
             for rank, begin in self.begins.items()
         }
+
+    def tile(self, rank: int, tile: Tile) -> Tile:
+        """Return a tile of a rank's slice as one of the buffer."""
+        begin = self.begins[rank] // self.dtype.itemsize
+        return replace(tile, source_column=begin + tile.source_column, source_stride=self.shapes[rank][1])
 
     def _size(self, rank: int) -> int:
         rows, columns = self.shapes[rank]
@@ -154,20 +159,23 @@ class HostSlices:
         shapes = {rank: (self.places.batch_sizes[own], width) for rank, width in widths.items()}
         return SlicesInBuffer(shapes, self.backward_wire)
 
+    @cached_property
+    def received_results(self) -> SlicesInBuffer:
+        """The slices [bags, width] of results that this rank receives."""
+        own = self._hosts.rank
+        shapes = {sender: (self.places.batch_sizes[own], self.widths[sender]) for sender in self._hosts.remote}
+        return SlicesInBuffer(shapes, self.forward_wire)
+
     @lasting_property
-    def pooled_spread_tables(self) -> dict[int, Tensor]:
-        """By rank of another host whose slice is not empty: what of it goes where in this rank's output, for the kernel."""
+    def pooled_spread_table(self) -> Tensor:
+        """The places in this rank's output of all results that it receives."""
         own, columns, item = self._hosts.rank, self.places.layout.columns, self.places.wire_item
-        rows = self.places.batch_sizes[own]
-        return self._tables(
-            {
-                sender: [
-                    Tile(own, 0, source, column * item, columns, width, rows, item)
-                    for source, column, width in self.runs[sender]
-                ]
-                for sender in self._hosts.remote
-            }
-        )
+        tiles = [
+            self.received_results.tile(sender, Tile(own, 0, source, column * item, columns, width, rows, item))
+            for sender, (rows, _) in self.received_results.shapes.items()
+            for source, column, width in self.runs[sender]
+        ]
+        return tile_table(tiles, self.device)
 
     @cached_property
     def spread_tiles(self) -> dict[int, list[Tile]]:
@@ -195,14 +203,24 @@ class HostSlices:
             if len(tiles) == 1 and tiles[0].peer == own and tiles[0].stride == tiles[0].width == widths[sender]
         }
 
-    @lasting_property
-    def spread_tables(self) -> dict[int, Tensor]:
-        """:attr:`spread_tiles` for the kernel, without slices that are empty."""
-        return self._tables(self.spread_tiles)
+    @cached_property
+    def received_gradients(self) -> SlicesInBuffer:
+        """The slices [bags, width] of gradients that this rank receives, and that do not lie where they belong as they come."""
+        own = self._hosts.rank
+        shapes = {
+            sender: (self.places.batch_sizes[sender], self.gradient_width(sender, own))
+            for sender in self._hosts.remote
+            if sender not in self.gradient_begins
+        }
+        return SlicesInBuffer(shapes, self.backward_wire)
 
-    def _tables(self, by_sender: dict[int, list[Tile]]) -> dict[int, Tensor]:
-        tables = {sender: tile_table(tiles, self.device) for sender, tiles in by_sender.items()}
-        return {sender: table for sender, table in tables.items() if len(table)}
+    @lasting_property
+    def spread_table(self) -> Tensor:
+        """The places of :attr:`received_gradients`: :attr:`spread_tiles` for the kernel."""
+        received = self.received_gradients
+        return tile_table(
+            [received.tile(sender, tile) for sender in received.shapes for tile in self.spread_tiles[sender]], self.device
+        )
 
     @lasting_property
     def gradient_buffer_table(self) -> Tensor:

@@ -20,7 +20,7 @@ from dlrm_fused.symmetric.launches import ceil_div
 _ROWS = 8  # of a program's tile
 # Enough stores in flight for the links of one GPU; more programs only take multiprocessors from others.
 _PROGRAMS_OF_MULTIPROCESSOR = 4
-_FIELDS = tl.constexpr(7)
+_FIELDS = tl.constexpr(8)
 
 
 @triton.jit
@@ -35,7 +35,8 @@ def store_tile(
     inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :] & may_store
     first = tl.multiple_of(tl.load(fields + 2), 4)
     source_row = (tl.load(fields + 1) + row)[:, None]
-    at_source = source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :]
+    rows_apart = tl.multiple_of(source_stride + tl.load(fields + 7), 4)
+    at_source = source + source_row * rows_apart + (first + column)[None, :]
     values = tl.load(at_source, mask=inside, other=0.0)
     stride = tl.multiple_of(tl.load(fields + 4), 4)
     places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
@@ -58,7 +59,8 @@ def store_tiles(source: Tensor, table: Tensor, most_rows: int, addresses: Tensor
     """Store tiles of ``source`` in memory of this host that nobody else uses, outside of an epoch.
 
     Args:
-        source, table, most_rows, wire: as :func:`scatter_tiles` takes them.
+        source: as :func:`scatter_tiles` takes it; or a buffer, of which the table has the strides.
+        table, most_rows, wire: as there.
         addresses: int64, of the memory of each peer that the table names; or a uint8 buffer, in which all of them lie.
         offset: bytes from which those of the tiles count.
     """
@@ -66,7 +68,7 @@ def store_tiles(source: Tensor, table: Tensor, most_rows: int, addresses: Tensor
     items = table.shape[0] * row_blocks
     if items:
         store_tiles_kernel[(min(items, _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors),)](
-            source, source.stride(0), table, items, row_blocks, addresses, offset,
+            source, source.stride(0) if source.dim() == 2 else 0, table, items, row_blocks, addresses, offset,
             WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
         )  # fmt: skip
 

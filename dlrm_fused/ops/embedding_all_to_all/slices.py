@@ -49,10 +49,8 @@ class PooledSlices:
         self._sums: ChannelExchange | None = None
         wire, device = workspace.forward_wire, workspace.device
         if distinct is None:
-            received = {
-                rank: torch.empty(plan.local_batch, plan.slices.widths[rank], dtype=wire, device=device)
-                for rank in plan.hosts.remote
-            }
+            self._buffer = plan.slices.received_results.new_buffer(device)
+            received = plan.slices.received_results.of(self._buffer)
         else:
             counts = distinct.received_counts
             self._rows = torch.empty(sum(counts), _row_dim(workspace), dtype=wire, device=device)
@@ -83,12 +81,14 @@ class PooledSlices:
             assert self._distinct is not None
             rows = self._rows.index_select(0, self._distinct.received.flatten())
             output.view(-1, _row_dim(workspace)).index_copy_(0, plan.slices.remote_places, rows)
-        for rank, slice_ in self._slices.arrivals() if self._rows is None else ():
-            if uses_kernels(workspace.device):
-                _store(slice_, plan.slices.pooled_spread_tables.get(rank), memory, begin, workspace.forward_wire)
-                continue
-            for source, column, width in plan.slices.runs[rank]:
-                output[:, column : column + width] = slice_[:, source : source + width]
+        elif uses_kernels(workspace.device):
+            self._slices.wait_arrivals()
+            table, wire = plan.slices.pooled_spread_table, workspace.forward_wire
+            store_tiles(self._buffer.view(wire), table, plan.local_batch, memory.addresses, begin, wire)
+        else:
+            for rank, slice_ in self._slices.arrivals():
+                for source, column, width in plan.slices.runs[rank]:
+                    output[:, column : column + width] = slice_[:, source : source + width]
         if self._sums is not None:
             self._sums.complete()
         self._slices.finish()
@@ -129,25 +129,28 @@ class GradientSlices:
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
         sent = self._whole(gradient) if distinct is None else self._compressed(gradient, distinct)
-        received = {rank: self._place(number, rank) for number, rank in enumerate(plan.hosts.remote)}
+        received = self._places() if distinct is None else self._compressed_places(distinct)
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
 
-    def _place(self, number: int, sender: int) -> Tensor:
-        """Return where a sender's slice is received: where it belongs, if it lies there as it comes."""
-        sizes, wire = self._sizes(number, sender), self._workspace.backward_wire
-        begin = self._plan.slices.gradient_begins.get(sender)
-        if begin is None or self._distinct is not None:
-            return torch.empty(sizes, dtype=wire, device=self._workspace.device)
-        return tensor_in(self._workspace.gradients, begin, sizes, wire)
+    def _places(self) -> dict[int, Tensor]:
+        """By sender, where its slice [bags, width] is received: where it belongs, if it lies there as it comes."""
+        plan, workspace = self._plan, self._workspace
+        self._buffer = plan.slices.received_gradients.new_buffer(workspace.device)
+        places = plan.slices.received_gradients.of(self._buffer)
+        for sender, begin in plan.slices.gradient_begins.items():
+            sizes = plan.batch_sizes[sender], plan.slices.gradient_width(sender, workspace.rank)
+            places[sender] = tensor_in(workspace.gradients, begin, sizes, workspace.backward_wire)
+        return places
 
-    def _sizes(self, number: int, sender: int) -> tuple[int, ...]:
-        """Return the shape of a sender's slice: [bags, width]; flat with distinct rows, then columns of row-wise tables."""
-        plan, bags = self._plan, self._plan.batch_sizes[sender]
-        width = plan.slices.gradient_width(sender, self._workspace.rank)
-        if self._distinct is None:
-            return bags, width
-        row_wise = width - plan.slices.width
-        return (self._distinct.sent_counts[number] * _row_dim(self._workspace) + bags * row_wise,)
+    def _compressed_places(self, distinct: DistinctRows) -> dict[int, Tensor]:
+        """By sender, where what :meth:`_compressed` makes is received."""
+        plan, workspace = self._plan, self._workspace
+        places = {}
+        for sender, rows in zip(plan.hosts.remote, distinct.sent_counts, strict=True):
+            row_wise = plan.slices.gradient_width(sender, workspace.rank) - plan.slices.width
+            size = rows * _row_dim(workspace) + plan.batch_sizes[sender] * row_wise
+            places[sender] = torch.empty(size, dtype=workspace.backward_wire)
+        return places
 
     def _whole(self, gradient: Tensor) -> dict[int, Tensor]:
         """By rank of another host, the columns [bags, width] of the gradient that go there."""
@@ -186,15 +189,17 @@ class GradientSlices:
         """Receive from all other hosts, and spread what belongs to several ranks of this one. After the epoch in the host."""
         plan, workspace = self._plan, self._workspace
         wire = workspace.backward_wire
-        for rank, slice_ in self._slices.arrivals():
-            if rank in plan.slices.gradient_begins and self._distinct is None:
-                continue
-            if uses_kernels(workspace.device) and self._distinct is None:
-                _store(slice_, plan.slices.spread_tables.get(rank), workspace.gradients, 0, wire)
-                continue
-            expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
-            for tile in plan.slices.spread_tiles[rank]:
-                copy_tile(expanded, tile, workspace.gradients, 0, wire)
+        if uses_kernels(workspace.device) and self._distinct is None:
+            self._slices.wait_arrivals()
+            most_bags = max(plan.batch_sizes)
+            store_tiles(self._buffer.view(wire), plan.slices.spread_table, most_bags, workspace.gradients.addresses, 0, wire)
+        else:
+            for rank, slice_ in self._slices.arrivals():
+                if rank in plan.slices.gradient_begins and self._distinct is None:
+                    continue
+                expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
+                for tile in plan.slices.spread_tiles[rank]:
+                    copy_tile(expanded, tile, workspace.gradients, 0, wire)
         self._slices.finish()
         if workspace.layout.row_wise_columns:
             # Ends when all ranks of the host have spread theirs.
@@ -227,12 +232,6 @@ def _packed(parts: Sequence[Tensor], width: int, wire: torch.dtype) -> Tensor:
     for part, columns in zip(parts, packed.split([part.shape[1] for part in parts], dim=1), strict=True):
         columns.copy_(within_range(part, wire))
     return packed
-
-
-def _store(slice_: Tensor, table: Tensor | None, memory: SymmetricMemory, base: int, wire: torch.dtype) -> None:
-    """Store a slice that has arrived in memory of this host, from byte ``base`` on; no table: it is empty."""
-    if table is not None:
-        store_tiles(slice_, table, len(slice_), memory.addresses, base, wire)
 
 
 def _summed(parts: Tensor) -> Tensor:

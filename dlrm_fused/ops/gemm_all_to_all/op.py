@@ -14,7 +14,7 @@ from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.dispatch import Operator, without_autocast
-from dlrm_fused.ops.common.exchanges import exchange_with_hosts
+from dlrm_fused.ops.common.exchanges import exchange_with_hosts, rows_of_ranks
 from dlrm_fused.ops.common.matrix_workspace import ROW_BYTES
 from dlrm_fused.ops.common.products import product_in_fp32
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
@@ -27,6 +27,7 @@ from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.rule import SPACE
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.hosts import runs_of
 from dlrm_fused.symmetric.launches import aligned, layout_of
 
 FP8 = torch.float8_e4m3fn
@@ -190,23 +191,27 @@ def _multiply_and_exchange(
     Of a small product by the library, NCCL takes rows to all ranks, when all are there.
     """
     hosts, channel, rows, columns = workspace.group.hosts, workspace.channel, len(x), weight.shape[0]
-    rows_of = x.chunk(workspace.world_size)
-    result_from = workspace.rows_of(window.memory.local[window.offset :], rows, columns).chunk(workspace.world_size)
+    ranks = workspace.world_size
+    result_from = workspace.rows_of(window.memory.local[window.offset :], rows, columns).chunk(ranks)
     if by_library and channel.is_by_nccl and rows * weight.numel() < _WORK_IN_PARTS:
-        products = torch.mm(x, weight.T).chunk(workspace.world_size)
+        products = torch.mm(x, weight.T).chunk(ranks)
         sent, received = dict(enumerate(products)), dict(enumerate(result_from))
         channel.exchange(sent, received, fingerprint=window.fingerprint, beside=False).complete()
         return
     multiply = partial(_product, weight=weight, scale=scale, part_of=rows, by_library=by_library)
-    exchanges = exchange_with_hosts(channel, lambda rank: multiply(rows_of[rank]), result_from.__getitem__, window.fingerprint)
+
+    def products_for(receivers: range) -> Sequence[Tensor]:
+        return multiply(rows_of_ranks(x, receivers, ranks)).chunk(len(receivers))
+
+    exchanges = exchange_with_hosts(channel, products_for, result_from.__getitem__, window.fingerprint)
     if len(hosts.local) == 1:  # nobody else stores here
-        multiply(rows_of[hosts.rank], out=result_from[hosts.rank])
+        multiply(x.chunk(ranks)[hosts.rank], out=result_from[hosts.rank])
     else:
         product = x.new_empty(rows, columns)
-        for rank in hosts.local:
-            multiply(rows_of[rank], out=product.chunk(workspace.world_size)[rank])
+        for run in runs_of(hosts.local):
+            multiply(rows_of_ranks(x, run, ranks), out=rows_of_ranks(product, run, ranks))
         scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
-    for exchange in exchanges:
+    for exchange, _ in exchanges:
         exchange.complete()
 
 
@@ -264,20 +269,27 @@ def _fetch_between_hosts(
     are multiplied."""
     hosts, rows, ranks, block = workspace.group.hosts, len(gradient), workspace.world_size, workspace.results.spare
     fetched = workspace.rows_of(block, *gradient.shape)
-    sent_to, received_from, gradient_of = gradient.chunk(ranks), fetched.chunk(ranks), x_gradient.chunk(ranks)
+    sent_to, received_from = gradient.chunk(ranks), fetched.chunk(ranks)
     window = workspace.window(workspace.results, block, *gradient.shape, "backward")
-    exchanges = exchange_with_hosts(workspace.channel, sent_to.__getitem__, received_from.__getitem__, window.fingerprint)
+    exchanges = exchange_with_hosts(
+        workspace.channel,
+        lambda receivers: sent_to[receivers.start : receivers.stop],
+        received_from.__getitem__,
+        window.fingerprint,
+    )
     if len(hosts.local) == 1:
         received_from[hosts.rank].copy_(sent_to[hosts.rank])
     else:
         scatter_rows(gradient, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows)
-    # Products are those within a host, and so have the same bits.
-    for rank in hosts.local:
-        torch.mm(received_from[rank], weight, out=gradient_of[rank])
-    for exchange in exchanges:
+
+    def multiply(sources: Sequence[range]) -> None:
+        for run in sources:
+            torch.mm(rows_of_ranks(fetched, run, ranks), weight, out=rows_of_ranks(x_gradient, run, ranks))
+
+    multiply(runs_of(hosts.local))
+    for exchange, sources in exchanges:
         exchange.complete()
-    for rank in hosts.remote:
-        torch.mm(received_from[rank], weight, out=gradient_of[rank])
+        multiply(sources)
     return x_gradient, fetched
 
 
