@@ -12,6 +12,7 @@ another: rows go from the lookup straight into the output of the rank that asked
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -261,7 +262,7 @@ class FusedSequenceDist(nn.Module):
         self._looked_up = None
         if self.has_peers:
             divisor = float(workspace.world_size) if get_gradient_division() else 1.0
-            exchanged = context.__dict__.get(_COUNTS) or self.exchange_counts(context.input_splits)
+            exchanged = _kept_counts(context) or self.exchange_counts(context.input_splits)
             counts, sizes = exchanged.counts, _batch_sizes(context)
             places = None if permutation is None else _inverse(permutation)
             if features is None:
@@ -329,7 +330,14 @@ def _columns(sharding: Any) -> int:
 
 def keep_counts(context: SequenceShardingContext, exchanged: ExchangedCounts) -> None:
     """Keep the counts of a batch in its context, for the delivery of its rows."""
-    context.__dict__[_COUNTS] = exchanged
+    context.__dict__[_COUNTS] = weakref.ref(context), exchanged
+
+
+def _kept_counts(context: SequenceShardingContext) -> ExchangedCounts | None:
+    """Return the counts of a batch; None if there are none, or if they are of the context that this one is a copy of, as
+    TorchRec makes for a part of a batch (PECEmbeddingCollection)."""
+    owner, exchanged = context.__dict__.get(_COUNTS, (lambda: None, None))
+    return exchanged if owner() is context else None
 
 
 def _batch_sizes(context: SequenceShardingContext) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.memory_stashing import MemoryStashingManager
@@ -68,6 +69,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _set_up_paths(self) -> None:
         """Decide which tables take the fused path, say so, and prepare it. Collective."""
         self._measured: dict[str, BothWays] = {}  # by sharding type, with mode="auto": seconds of a step
+        self._against_caller: str | None = None  # why its calls cannot be fused
         self._path: Path = TorchRecPath()
         self._input_dist: FusedInputDist | None = None
         self._has_features_of_input_dist = covers(self)
@@ -121,8 +123,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         }
 
     def _path_of(self, kind: str, reason: str | None) -> str:
-        if reason:
-            return f"torchrec: {reason}"
+        if reason or self._against_caller:
+            return f"torchrec: {reason or self._against_caller}"
         if isinstance(self._path, MeasuringPath):
             return AUTO
         both = self._measured.get(kind)
@@ -184,6 +186,22 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             compat.put_in_order(output, self._order)
         return output
 
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Deliver what ``compute`` has looked up, on TorchRec's path. Collective.
+
+        Who makes two calls of the two, such as TorchRec's sharder of managed collisions, may change embeddings in between.
+
+        Raises:
+            UsageError: with ``strict``.
+        """
+        if self._path.shardings or isinstance(self._path, MeasuringPath):
+            self._against_caller = "lookups and deliveries in two calls, compute and output_dist"
+            self._leave_to_torchrec(self._against_caller)
+        delivered = cast(LazyAwaitable[KeyedTensor], super().output_dist(ctx, output))
+        if self._order:
+            compat.put_in_order(delivered, self._order)
+        return delivered
+
     def _path_of_batch(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> Path:
         """Return the module's path, or TorchRec's for a batch that fused communication does not cover.
 
@@ -195,16 +213,20 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 self._continue_measurement(self._path)
             return self._path
         if self._path.shardings:
-            if self.options.strict:
-                raise UsageError(
-                    f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
-                    "on TorchRec's own path with strict=False, comm_strict=false"
-                )
-            self._support.log_once(
-                logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication"
-            )
-            read_steps_anew(compat.fbgemm_lookups(self))
+            self._leave_to_torchrec(reason)
         return TorchRecPath()
+
+    def _leave_to_torchrec(self, reason: str) -> None:
+        """Say once why batches take TorchRec's path; raises UsageError with ``strict``."""
+        if self.options.strict:
+            raise UsageError(
+                f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
+                "on TorchRec's own path with strict=False, comm_strict=false"
+            )
+        self._support.log_once(
+            logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication"
+        )
+        read_steps_anew(compat.fbgemm_lookups(self))
 
     def _continue_measurement(self, measuring: MeasuringPath) -> None:
         """Begin a training batch of a measurement, which may be at its end. Collective."""

@@ -56,7 +56,7 @@ WATCHED_EPOCHS = range(90, 100)
 TIMEOUT_SECONDS = 60.0
 COLUMNS, DEPTH = (512, 384) if ON_GPU else (32, 48)
 TILE_ROWS = 16
-RANKS_PER_HOST = [1, 2] if RANKS == 4 else [1]
+RANKS_PER_HOST = [count for count in (1, 2, 4) if count < RANKS and RANKS % count == 0]
 # Times the rounding of what travels.
 SUM_TOLERANCE = 8.0
 
