@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, gemm_reduce_scatter, scatter
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter, scatter
 from dlrm_fused.ops.common.exchanges import halves_of
 from dlrm_fused.ops.moe import expert_layer
 from dlrm_fused.ops.moe.op import _fake_forward, expert_layer_with_slots
@@ -49,9 +50,36 @@ def cut_into_halves() -> None:
     scatter._BYTES_IN_HALVES = 1
 
 
-def test_rows_whose_halves_travel_one_after_the_other() -> None:
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1), HOSTS[0]])  # of the first alone in halves
+def test_rows_whose_halves_travel_one_after_the_other(hosts: tuple[int, ...]) -> None:
     cases = [SCATTERED, replace(SCATTERED, rows=5)]
-    layers.check(cases, 4, calls=8, with_gradients=True, hosts=HOSTS[0], mutate=cut_into_halves)
+    layers.check(cases, len(hosts), calls=8, with_gradients=True, hosts=hosts, mutate=cut_into_halves)
+
+
+@contextmanager
+def bytes_of_exchanges() -> Iterator[list[int]]:
+    """The bytes that each exchange within it sends to other hosts."""
+    sent_bytes, exchange = list[int](), Channel.exchange
+
+    def counted(channel: Channel, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], **what: int) -> ChannelExchange:
+        sent_bytes.append(sum(part.nbytes for part in sent.values()))
+        return exchange(channel, sent, received, **what)
+
+    with mock.patch.object(Channel, "exchange", counted):
+        yield sent_bytes
+
+
+def bytes_of_gathered_rows() -> int:
+    """On a rank: the bytes that it sends to other hosts when each rank has 6 rows of 8 numbers."""
+    with cpu_group() as group, bytes_of_exchanges() as sent_bytes:
+        workspace = ShardWorkspace(group, name="rows", max_rows=6 * group.world_size, max_columns=8, dtype=torch.float32)
+        all_gather_gemm(workspace, torch.ones(6, 8), torch.ones(4, 8))
+    return sum(sent_bytes)
+
+
+def test_a_gathered_row_crosses_once_to_each_other_host() -> None:
+    hosts = (0, 0, 0, 1, 1, 2)
+    assert run_ranks(len(hosts), on_hosts, hosts, bytes_of_gathered_rows) == [2 * 6 * 8 * 4] * len(hosts)
 
 
 def test_large_messages_alone_are_cut_into_halves() -> None:
@@ -87,13 +115,7 @@ def test_steps_of_experts_with_a_straggler_and_passes_in_flight_repeat_to_the_bi
 
 def bytes_between_hosts(case: experts.Case) -> list[int]:
     """On a rank: the bytes that each exchange of a forward pass sends to other hosts."""
-    exchange, sent_bytes = Channel.exchange, []
-
-    def counted(channel: Channel, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], **what: int) -> ChannelExchange:
-        sent_bytes.append(sum(part.nbytes for part in sent.values()))
-        return exchange(channel, sent, received, **what)
-
-    with cpu_group() as group, mock.patch.object(Channel, "exchange", counted):
+    with cpu_group() as group, bytes_of_exchanges() as sent_bytes:
         inputs = experts.draw(case, 0)[group.rank]
         expert_layer(experts.make_workspace(group, case), *inputs.arguments())
     return sent_bytes

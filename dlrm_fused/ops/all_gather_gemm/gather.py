@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from dlrm_fused.compat.torch import current_stream
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
-from dlrm_fused.ops.common.exchanges import HostExchange, exchange_with_hosts, rows_of_ranks
+from dlrm_fused.ops.common.exchanges import exchange_with_hosts, rows_of_ranks
 from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
@@ -29,19 +30,13 @@ def gather_and_multiply(
         call.run(Pair.all_gather_gemm)
         return Started(call.out, call.gathered_rows)
     factor = weight if is_transposed else weight.T
-    gathered, exchanges = _begin_to_gather(workspace, x, fingerprint)
-    if not exchanges:
+    gathered, arrivals = _begin_to_gather(workspace, x, fingerprint)
+    if not workspace.group.hosts.are_many:
         return Started(gathered @ factor, lambda: gathered)
     out, ranks = x.new_empty(len(gathered), factor.shape[1]), workspace.world_size
-
-    def multiply(sources: Sequence[range]) -> None:
+    for sources in itertools.chain([runs_of(workspace.group.hosts.local)], arrivals):
         for run in sources:
             torch.mm(rows_of_ranks(gathered, run, ranks), factor, out=rows_of_ranks(out, run, ranks))
-
-    multiply(runs_of(workspace.group.hosts.local))
-    for exchange, sources in exchanges:
-        exchange.complete()
-        multiply(sources)
     return Started(out, lambda: gathered)
 
 
@@ -77,32 +72,56 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
 
 
 def _gather_rows_beside(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Started:
-    gathered, exchanges = _begin_to_gather(workspace, x, fingerprint)
+    gathered, arrivals = _begin_to_gather(workspace, x, fingerprint)
 
     def rows() -> Tensor:
-        for exchange, _ in exchanges:
-            exchange.complete()
+        for _ in arrivals:
+            pass
         return gathered
 
     return Started(x, rows)
 
 
-def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> tuple[Tensor, list[HostExchange]]:
-    """[M, K], in memory of the workspace until its next call: the rows of this host's ranks, and what brings the others'."""
+def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> tuple[Tensor, Iterator[Sequence[range]]]:
+    """Return the rows of this host's ranks in [M, K], memory of the workspace until its next call; and an iterator that waits
+    for those of other hosts, and gives the ranks whose rows have come.
+
+    A row crosses once to each other host, where the counterpart of its rank stores it at the others.
+    """
     if workspace.world_size == 1:
-        return x, []
+        return x, iter([])
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
-    received_from = gathered.chunk(workspace.world_size)
-    exchanges = exchange_with_hosts(workspace.channel, lambda to: [x] * len(to), received_from.__getitem__, fingerprint)
-    local = workspace.group.hosts.local
-    if len(local) == 1:
-        received_from[workspace.rank].copy_(x)
-        return gathered, exchanges
-    own = torch.arange(len(x), dtype=torch.int32, device=x.device) + workspace.rank * len(x)
-    targets = torch.stack([peer * len(gathered) + own for peer in local], dim=1)
+    received_from, none, hosts = gathered.chunk(workspace.world_size), x[:0], workspace.group.hosts
+    exchanges = exchange_with_hosts(
+        workspace.channel,
+        lambda to: [x if rank in hosts.counterparts() else none for rank in to],
+        lambda rank: received_from[rank] if rank in hosts.served else none,
+        fingerprint,
+    )
     window = workspace.window_of(workspace.gathered, fingerprint)
-    scatter_rows(x, targets.flatten(), window, rows_per_rank=len(gathered), repeats=len(local))
-    return gathered, exchanges
+    neighbours = [peer for peer in hosts.local if peer != workspace.rank]
+    received_from[workspace.rank].copy_(x)
+
+    def store_at_neighbours(ranks: Iterable[int]) -> None:
+        if neighbours:
+            rows = torch.cat([_rows_of(rank, len(x), x.device) for rank in ranks] or [_rows_of(0, 0, x.device)])
+            targets = torch.cat([peer * len(gathered) + rows for peer in neighbours])
+            scatter_rows(gathered, targets, window, rows_per_rank=len(gathered), source_rows=rows.repeat(len(neighbours)))
+
+    store_at_neighbours([workspace.rank])
+
+    def arrivals() -> Iterator[Sequence[range]]:
+        for exchange, sources in exchanges:
+            exchange.complete()
+            store_at_neighbours(rank for run in sources for rank in run if rank in hosts.served)
+            yield sources
+
+    return gathered, arrivals()
+
+
+def _rows_of(rank: int, count: int, device: torch.device) -> Tensor:
+    """Return int32 [count]: the rows of a rank."""
+    return torch.arange(rank * count, (rank + 1) * count, dtype=torch.int32, device=device)
 
 
 class _Gather(PiecesCall):

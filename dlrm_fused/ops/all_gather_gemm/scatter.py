@@ -44,8 +44,8 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
     rows = all_rows // ranks
     # Ranks of other hosts send to ordinary tensors, of which one may become the result.
     parts = {peer: x.new_empty(rows, columns) for peer in hosts.remote}
-    cuts_rows = len(hosts.remote) == 1
-    halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES) if cuts_rows else [slice(None)]
+    # All ranks take part in as many exchanges.
+    halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES) if ranks == 2 else [slice(None)]
 
     def exchange(half: slice) -> list[HostExchange]:
         return exchange_with_hosts(
