@@ -17,12 +17,8 @@ _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Write a dataclass as JSON that is on disk when this returns."""
-    with path.open("w") as file:
-        json.dump(asdict(record), file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a dataclass as JSON, as :func:`replace_text` does."""
+    replace_text(path, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:

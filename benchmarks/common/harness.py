@@ -275,13 +275,11 @@ def time_interleaved(
     return {name: _over_ranks(world.gather(times[name]), of_hosts[name]) for name in candidates}
 
 
-def time_finalists(
-    world: World, candidates: Mapping[str, Callable[[], object]], finalists: int, seconds: float = 0.1
-) -> dict[str, float]:
+def time_finalists(world: World, candidates: Mapping[str, Callable[[], object]], finalists: int) -> dict[str, float]:
     """Microseconds of each candidate's call, the fastest first; so many of the fastest are timed twice. Collective."""
     first = time_interleaved(world, candidates, seconds=0.0, rounds=(3, 3))
     order = sorted(candidates, key=lambda name: first[name].microseconds)
-    last = time_interleaved(world, {name: candidates[name] for name in order[:finalists]}, seconds, rounds=(8, 20))
+    last = time_interleaved(world, {name: candidates[name] for name in order[:finalists]}, seconds=0.1, rounds=(8, 20))
     times = {name: (last.get(name) or first[name]).microseconds for name in order}
     return dict(sorted(times.items(), key=lambda entry: entry[1]))
 

@@ -30,7 +30,7 @@ from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
 from dlrm_fused.datasets.dataset import Dataset
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.parquet import ParquetDataset
-from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, write_parquet
 from dlrm_fused.datasets.prepared import PreparedDataset
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 
@@ -83,7 +83,7 @@ def samples_per_second(dataset: Dataset, config: Config, seconds: float, world_s
 
 def parquet(folder: Path, samples: int, row_group_rows: int) -> ParquetDataset:
     prepared(folder / "prepared", samples)
-    write_parquet(ParquetOptions(folder / "prepared", folder / "files", row_group_rows))
+    write_parquet(folder / "prepared", folder / "files", row_group_rows)
     config = Config()
     config.data.source, config.data.path = DataSource.parquet, str(folder / "files")
     return ParquetDataset(config)

@@ -36,7 +36,7 @@ class Tunable:
         choices: of a cell on so many ranks: what is used today, then others, in any order.
         override: makes the kernel use these blocks, None again its own.
         refined: further choices, made of the fastest ones.
-        table: source of the operator's table, of the records of cells.
+        table: the fastest blocks of the records of cells, as source of the operator's table if it has one.
         cells: of the operator's sets, unless another is asked for.
         contestants: by stage of the cells, the one that is tuned; the first stage unless another is asked for.
         unlike: contestants that have no blocks, timed beside.
@@ -149,12 +149,10 @@ def _gemv_protocols(results: int) -> Iterator[tuple[bool, bool]]:
 
 
 def gemv_table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The fastest of each cell as source of ops/gemv_all_reduce/gemv_tuning.py: by m, N and K of a rank."""
-    rows = []
-    for cell in cells:
-        blocks = fastest_blocks(cell)
-        rows.append(f"    ({cell['m']}, {cell['n']}, {cell['k'] // cell['ranks']}): Blocks({', '.join(map(str, blocks))}),")
-    return "\n".join(["_MEASURED = {", *rows, "}"])
+    """The fastest of each cell: m, N and K of a rank, then the fields of the blocks."""
+    return "\n".join(
+        f"{json.dumps([cell['m'], cell['n'], cell['k'] // cell['ranks'], fastest_blocks(cell)])}," for cell in cells
+    )
 
 
 # GEMM + All-to-All.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -221,21 +222,16 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
 
 def _pad(samples: Samples, count: int) -> Samples:
     """Append ``count`` samples without any ids, so that they touch no row of a table."""
-    tokens, lengths = samples.tokens, samples.history_lengths
-    if tokens is not None and lengths is not None:
-        tokens_per_sample = tokens.stride() // len(samples.labels)
-        tokens = _with_empty_bags(tokens, count * tokens_per_sample)
-        lengths = torch.nn.functional.pad(lengths, (0, count))
-    return Samples(
-        dense=torch.nn.functional.pad(samples.dense, (0, 0, 0, count)),
-        sparse=_with_empty_bags(samples.sparse, count),
-        labels=torch.nn.functional.pad(samples.labels, (0, 0) * (samples.labels.dim() - 1) + (0, count)),
-        tokens=tokens,
-        history_lengths=lengths,
-        weights=None if samples.weights is None else torch.nn.functional.pad(samples.weights, (0, count)),
-        token_count=None if samples.token_count is None else samples.token_count + count,
-        token_times=None if samples.token_times is None else torch.nn.functional.pad(samples.token_times, (0, 0, 0, count)),
-    )
+    padded: dict[str, Any] = {"sparse": _with_empty_bags(samples.sparse, count)}
+    for name in ("dense", "labels", "history_lengths", "weights", "token_times"):
+        tensor: Tensor | None = getattr(samples, name)
+        if tensor is not None:
+            padded[name] = torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, count))
+    if samples.tokens is not None:
+        padded["tokens"] = _with_empty_bags(samples.tokens, count * (samples.tokens.stride() // len(samples.labels)))
+    if samples.token_count is not None:
+        padded["token_count"] = samples.token_count + count
+    return replace(samples, **padded)
 
 
 def _with_empty_bags(sparse: KeyedJaggedTensor, count: int) -> KeyedJaggedTensor:

@@ -188,15 +188,6 @@ class IdEncoding:
             return value
         return (value.decode() if isinstance(value, bytes) else value).strip()
 
-    def of_values(self, values: Sequence[object]) -> NDArray[np.int32]:
-        """Return the ids of n values, None or an empty text for a missing one: [n].
-
-        Raises:
-            ValueError: if the column cannot hold a value.
-        """
-        (ids,) = ids_of([(self, [self.read(value) for value in values])])
-        return ids
-
 
 def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> list[NDArray[np.int32]]:
     """Return the ids of the values of each column, as :meth:`IdEncoding.read` returns them: [n] each.

@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
-from dlrm_fused.models.embedding_tables import InFeatureOrder, embedding_tables
+from dlrm_fused.models.embedding_tables import InFeatureOrder, embedding_tables, pooled_columns
 from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.jagged import JaggedBatch
 from dlrm_fused.models.moe import MixtureOfExperts
@@ -75,16 +75,15 @@ class HistoryBlock(nn.Module, ABC):
         """
 
 
-class HistoryEncoder(nn.Module, Generic[BlockT]):
+class HistoryEncoder(nn.Module, ABC, Generic[BlockT]):
     """Encodes each sample's tokens into one vector, that of the candidate.
-
-    A subclass sets ``blocks``, after this class has drawn its own weights.
 
     Args:
         token_width: W, of the tokens' embeddings.
         d_model: of the blocks; a multiple of ``heads``.
         history_length: past interactions of a sample, at most.
-        product: how row-parallel layers multiply, and the ranks that the blocks are sharded over. These must divide ``heads``.
+        product: how row-parallel layers multiply, and the ranks that the blocks are sharded over, this one alone by default.
+            These must divide ``heads``.
         reads_times: whether blocks read when a token happened.
 
     Attributes:
@@ -94,8 +93,6 @@ class HistoryEncoder(nn.Module, Generic[BlockT]):
         UsageError: if a number does not divide another as it must.
     """
 
-    blocks: nn.ModuleList
-
     def __init__(
         self,
         *,
@@ -104,10 +101,11 @@ class HistoryEncoder(nn.Module, Generic[BlockT]):
         heads: int,
         layers: int,
         history_length: int,
-        product: LayerProducts,
+        product: LayerProducts | None = None,
         reads_times: bool = False,
     ) -> None:
         super().__init__()
+        product = product or LayerProducts()
         _check_shape(d_model, heads, layers, history_length, group_size(product.group))
         self.d_model, self.heads, self.history_length, self.product = d_model, heads, history_length, product
         self.reads_times = reads_times
@@ -115,6 +113,11 @@ class HistoryEncoder(nn.Module, Generic[BlockT]):
         self.input = nn.Linear(token_width, d_model)
         self.positions = nn.Parameter(torch.randn(history_length + 1, d_model) * 0.02)
         self.final_norm = nn.Parameter(torch.ones(d_model))
+        self.blocks = nn.ModuleList(self.make_block(index) for index in range(layers))
+
+    @abstractmethod
+    def make_block(self, index: int) -> BlockT:
+        """Return a new block. The encoder has drawn its own weights, and has all attributes but ``blocks``."""
 
     def stages(self) -> list[tuple[BlockT, Tensor]]:
         """Return each block with the weight of the norm that follows it."""
@@ -294,20 +297,28 @@ class HistoryDLRM(nn.Module):
         return self.over_arch(self.dense_arch(dense), pooled, encoded)
 
 
-def build_history_dlrm(config: Config, schema: DatasetSchema, transformer: HistoryEncoder[Any]) -> HistoryDLRM:
-    """Return the model of the config around an encoder of histories."""
+def build_history_dlrm(config: Config, schema: DatasetSchema, encoder: Callable[..., HistoryEncoder[Any]]) -> HistoryDLRM:
+    """Return the model of the config around an encoder of histories, which is made of the arguments that all encoders need.
+
+    Raises:
+        ConfigError: if the data set has no histories.
+    """
+    shape = config.model
+    if not schema.token_features:
+        kind = shape.kind.name
+        raise ConfigError(f"model.kind={kind}: the data set has no histories of interactions; allowed with it: dlrm, dcnv2")
+    transformer = encoder(
+        token_width=pooled_columns(config.embedding, schema.token_features),
+        d_model=shape.d_model,
+        heads=shape.heads,
+        layers=shape.layers,
+        history_length=schema.history_length,
+    )
     return HistoryDLRM(
         embedding_tables(config.embedding, schema.sparse_features),
         embedding_tables(config.embedding, schema.token_features),
         transformer,
         len(schema.dense_features),
-        config.model.bottom_mlp,
+        shape.bottom_mlp,
         top_widths(config, schema),
     )
-
-
-def check_histories(config: Config, schema: DatasetSchema) -> None:
-    """Raise ConfigError if the data set has no histories for the model of the config."""
-    if not schema.token_features:
-        kind = config.model.kind.name
-        raise ConfigError(f"model.kind={kind}: the data set has no histories of interactions; allowed with it: dlrm, dcnv2")

@@ -19,6 +19,8 @@ Recommendations*, arXiv 2402.17152, section 3, equations 1 to 3.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,8 +28,7 @@ from torch.nn import functional as F
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.embedding_tables import pooled_columns
-from dlrm_fused.models.history import HistoryBlock, HistoryDLRM, HistoryEncoder, build_history_dlrm, check_histories
+from dlrm_fused.models.history import HistoryBlock, HistoryDLRM, HistoryEncoder, build_history_dlrm
 from dlrm_fused.models.jagged import JaggedBatch
 from dlrm_fused.models.product_choice import choose_product
 from dlrm_fused.models.tensor_parallel import (
@@ -121,39 +122,10 @@ def _normed(attended: Tensor) -> Tensor:
 
 
 class Hstu(HistoryEncoder[HstuBlock]):
-    """Encodes histories by blocks of HSTU.
+    """Encodes histories by blocks of HSTU."""
 
-    Args:
-        token_width, d_model, heads, history_length, product, reads_times: as of
-            :class:`~dlrm_fused.models.history.HistoryEncoder`.
-
-    Raises:
-        UsageError: if a number does not divide another as it must.
-    """
-
-    def __init__(
-        self,
-        *,
-        token_width: int,
-        d_model: int,
-        heads: int,
-        layers: int,
-        history_length: int,
-        product: LayerProducts | None = None,
-        reads_times: bool = False,
-    ) -> None:
-        product = product or LayerProducts()
-        super().__init__(
-            token_width=token_width,
-            d_model=d_model,
-            heads=heads,
-            layers=layers,
-            history_length=history_length,
-            product=product,
-            reads_times=reads_times,
-        )
-        tokens = history_length + 1
-        self.blocks = nn.ModuleList(HstuBlock(d_model, heads, tokens, product, reads_times) for _ in range(layers))
+    def make_block(self, index: int) -> HstuBlock:
+        return HstuBlock(self.d_model, self.heads, self.history_length + 1, self.product, self.reads_times)
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
@@ -170,15 +142,4 @@ def build_hstu(config: Config, schema: DatasetSchema, product: LayerProducts) ->
     Raises:
         ConfigError: if the data set has no histories.
     """
-    check_histories(config, schema)
-    shape = config.model
-    encoder = Hstu(
-        token_width=pooled_columns(config.embedding, schema.token_features),
-        d_model=shape.d_model,
-        heads=shape.heads,
-        layers=shape.layers,
-        history_length=schema.history_length,
-        product=product,
-        reads_times=schema.has_token_times,
-    )
-    return build_history_dlrm(config, schema, encoder)
+    return build_history_dlrm(config, schema, partial(Hstu, product=product, reads_times=schema.has_token_times))

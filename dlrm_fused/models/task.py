@@ -62,6 +62,9 @@ class RankingTask(nn.Module):
     Args:
         task_weights: of the labels' losses in their sum; 1 for a single label.
         fp8_products: by which the model's layers multiply.
+
+    Attributes:
+        dense_part: what follows the embeddings; None for a model that is not called in two parts.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class RankingTask(nn.Module):
         logits_of = getattr(model, "logits_of", None)
         has_experts = bool(self.expert_layers)
         is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
-        self._dense_part = (
+        self.dense_part = (
             DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self.dense_layers, task_weights)
             if logits_of is not None
             else None
@@ -103,21 +106,16 @@ class RankingTask(nn.Module):
     @property
     def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
         """The function that computes all dense parameters' gradients at once; None for a model that autograd runs through."""
-        return self._dense_part.captured if self._dense_part is not None else None
-
-    @property
-    def dense_part(self) -> DensePart | None:
-        """The part that follows the embeddings; None for a model that is not called in two parts."""
-        return self._dense_part
+        return self.dense_part.captured if self.dense_part is not None else None
 
     def forward(self, batch: Batch) -> tuple[Tensor, Output]:
         """Return the loss, [], to call backward on, and the detached :class:`Output`."""
         # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
         counted = cast(Tensor, batch.sample_weights) if self._has_sample_weights else batch.weights
-        if self._dense_part is not None:
+        if self.dense_part is not None:
             pooled = self.embedding_stage(batch.sparse)
             sample_weights = (counted,) if self._has_sample_weights else ()
-            losses, logits = self._dense_part(batch.dense, pooled, batch.labels, batch.weights, *sample_weights)
+            losses, logits = self.dense_part(batch.dense, pooled, batch.labels, batch.weights, *sample_weights)
         else:
             losses, logits = cross_entropy(self._logits(batch), batch.labels, counted, self._task_weights)
         loss = losses * (self._world_size / batch.global_size)

@@ -8,6 +8,7 @@ al., *Switch Transformers*, arXiv 2101.03961.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,7 @@ from torch.nn import functional as F
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import UsageError
-from dlrm_fused.models.embedding_tables import pooled_columns
-from dlrm_fused.models.history import (
-    HistoryBlock,
-    HistoryDLRM,
-    HistoryEncoder,
-    build_history_dlrm,
-    check_divisible,
-    check_histories,
-)
+from dlrm_fused.models.history import HistoryBlock, HistoryDLRM, HistoryEncoder, build_history_dlrm, check_divisible
 from dlrm_fused.models.jagged import JaggedBatch
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.product_choice import FEED_FORWARD_FACTOR, choose_product
@@ -90,9 +83,9 @@ class HistoryTransformer(HistoryEncoder[Block]):
     """Encodes histories by Transformer blocks.
 
     Args:
-        token_width, d_model, heads, history_length, product: as of :class:`~dlrm_fused.models.history.HistoryEncoder`.
         d_ff: width of the feed-forward layers, which the ranks of ``product`` must divide.
         experts: of each block, in place of its feed-forward layer; then ``product`` is of one rank.
+        layers, product, shape: as of :class:`~dlrm_fused.models.history.HistoryEncoder`.
 
     Raises:
         UsageError: if a number does not divide another as it must, or numbers of layers differ.
@@ -101,27 +94,25 @@ class HistoryTransformer(HistoryEncoder[Block]):
     def __init__(
         self,
         *,
-        token_width: int,
-        d_model: int,
-        heads: int,
         layers: int,
         d_ff: int,
-        history_length: int,
         product: LayerProducts | None = None,
         experts: Sequence[MixtureOfExperts] = (),
+        **shape: int,
     ) -> None:
-        product = product or LayerProducts()
-        super().__init__(
-            token_width=token_width, d_model=d_model, heads=heads, layers=layers, history_length=history_length, product=product
-        )
-        check_divisible("d_ff", d_ff, group_size(product.group))
-        if experts and (len(experts) != layers or group_size(product.group) > 1):
+        ranks = group_size(product.group if product else None)
+        check_divisible("d_ff", d_ff, ranks)
+        if experts and (len(experts) != layers or ranks > 1):
             raise UsageError(
-                f"{len(experts)} layers of experts for layers={layers} on {group_size(product.group)} tensor-parallel ranks: "
+                f"{len(experts)} layers of experts for layers={layers} on {ranks} tensor-parallel ranks: "
                 "needed: one for each layer, on one rank"
             )
-        of_blocks: Sequence[MixtureOfExperts | None] = experts or [None] * layers
-        self.blocks = nn.ModuleList(Block(d_model, heads, d_ff, product, of_block) for of_block in of_blocks)
+        self._d_ff, self._experts = d_ff, tuple(experts)
+        super().__init__(layers=layers, product=product, reads_times=False, **shape)
+
+    def make_block(self, index: int) -> Block:
+        experts = self._experts[index] if self._experts else None
+        return Block(self.d_model, self.heads, self._d_ff, self.product, experts)
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
@@ -147,16 +138,5 @@ def build_transformer(
     Raises:
         ConfigError: if the data set has no histories.
     """
-    shape = config.model
-    check_histories(config, schema)
-    transformer = HistoryTransformer(
-        token_width=pooled_columns(config.embedding, schema.token_features),
-        d_model=shape.d_model,
-        heads=shape.heads,
-        layers=shape.layers,
-        d_ff=FEED_FORWARD_FACTOR * shape.d_model,
-        history_length=schema.history_length,
-        product=product,
-        experts=experts,
-    )
-    return build_history_dlrm(config, schema, transformer)
+    d_ff = FEED_FORWARD_FACTOR * config.model.d_model
+    return build_history_dlrm(config, schema, partial(HistoryTransformer, d_ff=d_ff, product=product, experts=experts))

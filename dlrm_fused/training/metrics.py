@@ -126,18 +126,14 @@ class BinaryMetrics:
         if self._kept > 2 * self._exact_samples:
             self._bound_memory()
 
-    def compute(self, group: dist.ProcessGroup | None = None) -> BinaryMetricValues:
-        """Return the metrics of the samples of all ranks so far; all ranks of the group must call it.
-
-        Args:
-            group: the ranks; None is the default group, or this process alone when torch.distributed is not
-                initialized.
-        """
+    def compute(self) -> BinaryMetricValues:
+        """Return the metrics of the samples of all ranks so far, or of this process alone when torch.distributed is not
+        initialized. Collective."""
         folded = float(self._histogram is not None)
         extremes = torch.stack([self._min, self._max]).double()
         state = torch.cat([self._sums, extremes, extremes.new_tensor([folded])])
         # Gathered and summed here, in order of rank: the same rounding everywhere.
-        ranks = torch.stack(_all_gather(state, group)).cpu()
+        ranks = torch.stack(_all_gather(state)).cpu()
         samples_of_rank = [int(n) for n in ranks[:, 0].tolist()]
         samples = sum(samples_of_rank)
         total, positives, predicted, loss = ranks[:, 1:5].sum(0).tolist()
@@ -146,7 +142,7 @@ class BinaryMetrics:
 
         auc, auc_error = math.nan, 0.0
         if 0 < positives < total and not min_logit.isnan():
-            groups = self._equal_logits(samples_of_rank, group) if exact else self._total_histogram(group)
+            groups = self._equal_logits(samples_of_rank) if exact else self._total_histogram()
             auc, within = _area(groups[0], groups[1])
             auc_error = 0.0 if exact else within
         return BinaryMetricValues(
@@ -196,19 +192,19 @@ class BinaryMetrics:
         self._logits, self._codes, self._weights, self._kept = [], [], [], 0
         return self._histogram
 
-    def _total_histogram(self, group: dist.ProcessGroup | None) -> Tensor:
+    def _total_histogram(self) -> Tensor:
         total = self._fold().clone()
         if dist.is_initialized():
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total)
         return total
 
-    def _equal_logits(self, samples_of_rank: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    def _equal_logits(self, samples_of_rank: list[int]) -> Tensor:
         """Negatives and positives of every distinct logit of all ranks, ascending: [2, distinct]."""
         logits, codes, weights = self._keep_real_samples()
 
         def of_all_ranks(tensor: Tensor) -> Tensor:
             padded = functional.pad(tensor, (0, max(samples_of_rank) - tensor.numel()))
-            return torch.cat([t[:n] for t, n in zip(_all_gather(padded, group), samples_of_rank, strict=True)])
+            return torch.cat([t[:n] for t, n in zip(_all_gather(padded), samples_of_rank, strict=True)])
 
         logits, order = of_all_ranks(logits).sort()
         _, sizes = logits.unique_consecutive(return_counts=True)
@@ -258,12 +254,12 @@ def _means(total: float, positives: float, predicted: float, loss: float) -> dic
     }
 
 
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+def _all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, which have one shape, in order of rank."""
     if not dist.is_initialized():
         return [tensor]
-    gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
-    dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=group)
+    gathered = tensor.new_empty(dist.get_world_size(), *tensor.shape)
+    dist.all_gather(list(gathered.unbind(0)), tensor.contiguous())
     return list(gathered.unbind(0))
 
 
@@ -289,17 +285,13 @@ class LossTracker:
         self._steps.append(step)
         self._losses.append(loss.detach())
 
-    def read(self, group: dist.ProcessGroup | None = None) -> LossSummary:
-        """Sum up over all ranks and begin anew; all ranks of the group must call it after the same steps.
-
-        Args:
-            group: as in :meth:`BinaryMetrics.compute`.
-        """
+    def read(self) -> LossSummary:
+        """Sum up over all ranks and begin anew; all ranks must call it after the same steps."""
         steps, losses = self._steps, self._losses
         self._steps, self._losses = [], []
         if not steps:
             return LossSummary(mean=math.nan, steps=0, first_nonfinite_step=None)
-        of_ranks = torch.stack(_all_gather(torch.stack(losses).double(), group)).cpu()
+        of_ranks = torch.stack(_all_gather(torch.stack(losses).double())).cpu()
         bad = (~of_ranks.isfinite()).any(dim=0).nonzero()
         return LossSummary(
             mean=of_ranks.mean().item(), steps=len(steps), first_nonfinite_step=steps[int(bad[0])] if len(bad) else None

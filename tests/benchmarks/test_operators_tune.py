@@ -62,13 +62,11 @@ def test_of_tiles_that_are_as_fast_the_largest_are_printed() -> None:
 
 def _rows(printed: str, operator: str) -> list[Any]:
     """The blocks that a printed table has."""
-    if operator == "gemm_all_to_all":
-        return [Tiles(*fields) for *_, fields in json.loads(f"[{printed.strip().rstrip(',')}]")]
-    if operator == "gemv_all_reduce":
-        found: dict[str, Any] = {"Blocks": Blocks}
-        exec(printed, found)
-        return list(found["_MEASURED"].values())
-    return [blocks for *_, by_length in json.loads(f"[{printed.strip().rstrip(',')}]") for blocks in by_length]
+    rows = json.loads(f"[{printed.strip().rstrip(',')}]")
+    if operator == "embedding_all_to_all":
+        return [blocks for *_, by_length in rows for blocks in by_length]
+    kind = {"gemm_all_to_all": Tiles, "gemv_all_reduce": Blocks}[operator]
+    return [kind(*fields) for *_, fields in rows]
 
 
 @pytest.mark.parametrize(

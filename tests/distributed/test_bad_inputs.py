@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import write_parquet
 from tests.distributed.launch import SMALL, run_script, train
 from tests.unit.prepared_sets import write_prepared_set
 
@@ -171,7 +171,7 @@ def parquet(described: str, culprit: str, spoil: Prepare, *overrides: str) -> Ba
 
     def prepare(folder: Path) -> None:
         write_prepared_set(folder / "set")
-        write_parquet(ParquetOptions(folder / "set", folder / "files", row_group_rows=50))
+        write_parquet(folder / "set", folder / "files", row_group_rows=50)
         spoil(folder / "files")
 
     arguments = ["--config", "small.yaml", "data.source=parquet", "data.path=files", "training.global_batch_size=16"]

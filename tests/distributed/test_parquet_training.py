@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import write_parquet
 from tests.distributed.killing import assert_checkpoints_are_complete, assert_same_outcome, kill_at_step
 from tests.distributed.launch import evaluate, losses, metrics, small_config, start_training, summary, train
 from tests.unit.prepared_sets import write_prepared_set
@@ -35,7 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def parquet(prepared: Path) -> Path:
     folder = prepared.with_name("parquet")
-    write_parquet(ParquetOptions(prepared, folder, row_group_rows=150))
+    write_parquet(prepared, folder, row_group_rows=150)
     return folder
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
-from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import write_parquet
 from dlrm_fused.datasets.time_windows import Window
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import Rank, Stopped
@@ -89,7 +89,7 @@ def test_parquet_files_are_trained_on_as_the_prepared_set_in_the_same_order(tmp_
     times["test"] = times["validation"]
     samples = {split: len(of_split) for split, of_split in times.items()}
     write_prepared_set(folder, samples, times={split: of_split.astype(np.int64) for split, of_split in times.items()})
-    write_parquet(ParquetOptions(folder, tmp_path / "files", row_group_rows=20))
+    write_parquet(folder, tmp_path / "files", row_group_rows=20)
     for split, of_split in times.items():
         path = tmp_path / "files" / split / "part-00000.parquet"
         pq.write_table(pq.read_table(path).append_column("day", pa.array(of_split)), path, row_group_size=20)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dlrm_fused.config import Split
 from dlrm_fused.inference.export.folder import export_run
 from dlrm_fused.inference.export.quality import Quality
-from dlrm_fused.inference.http.command import main
+from dlrm_fused.inference.http.__main__ import main
 from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import run_ranks, start_alone

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.inference.export.loader import InputError, Inputs, Model, load
 from dlrm_fused.inference.export.program import export_dense_part
@@ -349,7 +349,7 @@ def test_int8_rounds_each_row_to_a_254th_of_its_largest_value() -> None:
 def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path, source: str) -> None:
     if source != "synthetic":
         write_prepared_set(tmp_path / "prepared", {"train": 500, "validation": 50, "test": 50})
-        write_parquet(ParquetOptions(tmp_path / "prepared", tmp_path / "parquet", row_group_rows=100))
+        write_parquet(tmp_path / "prepared", tmp_path / "parquet", row_group_rows=100)
     data = [f"data.source={source}", f"data.path={tmp_path / source}"]
     run = train(tmp_path, 1, "training.max_steps=20", "embedding.max_rows=10", *data)
     export(run, tmp_path / "model")

@@ -134,9 +134,10 @@ def make_scorer(
         workspace = GemvWorkspace(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
     model = full_model(LayerProducts(group, workspace), kind)
     sparse = model.sparse_arch
-    cut = ShardedTables(ROWS, DIM, group, dtype, device)
-    for collection in (sparse.embedding_bag_collection, sparse.token_embedding_bag_collection):
-        cut.load({name: bag.weight.detach() for name, bag in collection.embedding_bags.items()})
+    cut = ShardedTables(ROWS, dict.fromkeys(ROWS, DIM), group, dtype, device)
+    whole = {**sparse.embedding_bag_collection.embedding_bags, **sparse.token_embedding_bag_collection.embedding_bags}
+    for name, (first, shard) in cut.local_shards().items():
+        shard.copy_(whole[name].weight.detach()[first : first + len(shard)])
     return OnlineScorer(
         model.transformer.to(device, dtype),
         model.dense_arch.to(device, dtype),

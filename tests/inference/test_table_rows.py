@@ -15,12 +15,12 @@ import pytest
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.schema import PreparedInfo
-from dlrm_fused.datasets.transformation import IdEncoding, Transformation
+from dlrm_fused.datasets.transformation import Transformation
 from dlrm_fused.errors import DataError
 from dlrm_fused.inference.export.loader import InputError, Model, TableRows, load, read_rows, rows_of
 from tests.distributed.launch import start_training
 from tests.inference.exporting import export, predictions_of_eval
-from tests.unit.tables import random_table, write_table
+from tests.unit.tables import ids_of_values, random_table, write_table
 
 COLUMNS = ["--label", "clicked", "--dense", "price:log,age:quantile", "--sparse", "user,color,tags"]
 HISTORY = ["--history", "user", "time", "color,tags", "--history-length", "4"]
@@ -229,7 +229,7 @@ def test_ids_are_those_of_the_transformation(run: Path, model: Model) -> None:
     numbers = [0, 1, -1, 3, 2**63 - 1, -(2**63), None]
     assert isinstance(model.rows, TableRows)
     for name, values in {"color": texts, "tags": texts, "user": numbers}.items():
-        assert ids_of(model.rows, name, values) == expected_ids(encodings[name], values)
+        assert ids_of(model.rows, name, values) == ids_of_values(encodings[name], values)
     assert ids_of(model.rows, "user", [float(3), "3"]) == ids_of(model.rows, "user", [3, 3])
 
 
@@ -237,10 +237,6 @@ def ids_of(rows: TableRows, name: str, values: list[Any]) -> list[int]:
     """The ids of values of one column, in rows that have other values alike."""
     sent = [{**ROW, name: [value] if name == "tags" else value} for value in values]
     return rows.encode(sent).bags[list(rows.categories).index(name)].ids.tolist()
-
-
-def expected_ids(encoding: IdEncoding, values: list[Any]) -> list[int]:
-    return encoding.of_values(values).tolist()
 
 
 ROW = {"price": 1.5, "age": 30, "user": 3, "color": "red", "tags": ["a", None]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow.parquet
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
-from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
+from dlrm_fused.datasets.transformation import TRANSFORMATION, IdEncoding, Transformation, ids_of
 
 COLUMNS = ("--label", "clicked", "--dense", "price,age", "--sparse", "user,color,tags")
 ROWS = 400
@@ -41,6 +42,12 @@ def random_table(rows: int = ROWS, seed: int = 0) -> pa.Table:
             "time": pa.array((1_700_000_000 + rng.permutation(rows) // 2 * 60).tolist()).cast(pa.timestamp("s")),
         }
     )
+
+
+def ids_of_values(encoding: IdEncoding, values: Sequence[object]) -> list[int]:
+    """The ids of values of one column, None or an empty text for a missing one."""
+    (ids,) = ids_of([(encoding, [encoding.read(value) for value in values])])
+    return ids.tolist()
 
 
 def write_table(table: pa.Table, path: Path) -> Path:

@@ -21,8 +21,7 @@ from dlrm_fused.doctor.collect import collect_facts
 from dlrm_fused.doctor.command import main
 from dlrm_fused.doctor.examine import attempt
 from dlrm_fused.doctor.facts import Gpu, Interface, Network, RankFacts, RdmaPort
-from dlrm_fused.doctor.findings import Finding, Level, exit_status, judge_facts, judge_measurements
-from dlrm_fused.doctor.findings.finding import NAMES
+from dlrm_fused.doctor.findings import NAMES, Finding, Level, exit_status, judge_facts, judge_measurements
 from dlrm_fused.doctor.gpus import Smi, ask_nvidia_smi, parse_gpus, parse_nvlinks, parse_topology
 from dlrm_fused.doctor.measure import Measurement, pairs_to_measure
 from dlrm_fused.doctor.network import gloo_uses, list_rdma_ports, nccl_uses

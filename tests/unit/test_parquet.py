@@ -17,7 +17,7 @@ from dlrm_fused.datasets.dataset import Dataset
 from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
 from dlrm_fused.datasets.parquet import ParquetDataset, RowGroupCache
 from dlrm_fused.datasets.preparation import cli
-from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import write_parquet
 from dlrm_fused.datasets.schema import SparseFeature
 from tests.unit.prepared_sets import FEATURES, write_prepared_set
 
@@ -44,14 +44,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parquet(request: pytest.FixtureRequest, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same samples, in row groups of different sizes."""
     folder = tmp_path_factory.mktemp("parquet")
-    write_parquet(ParquetOptions(prepared, folder, request.param))
+    write_parquet(prepared, folder, request.param)
     return folder
 
 
 @pytest.fixture(scope="module")
 def small_groups(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small_groups")
-    write_parquet(ParquetOptions(prepared, folder, row_group_rows=20))
+    write_parquet(prepared, folder, row_group_rows=20)
     return folder
 
 
@@ -179,7 +179,7 @@ def test_files_of_other_programs_need_no_more_than_the_rows_of_tables(tmp_path: 
 def test_sets_of_single_or_of_jagged_features_alone_are_read(tmp_path: Path, jagged: bool) -> None:
     features = tuple(feature for feature in FEATURES if feature.jagged == jagged)
     arrays = write_prepared_set(tmp_path / "set", features=features)["test"]
-    write_parquet(ParquetOptions(tmp_path / "set", tmp_path / "parquet"))
+    write_parquet(tmp_path / "set", tmp_path / "parquet")
     samples = ParquetDataset(_config(tmp_path / "parquet", DataSource.parquet)).read(Split.test, torch.tensor([3]))
     assert samples.sparse[features[0].name].values().tolist() == arrays.ids[features[0].name][3].tolist()
 

@@ -23,7 +23,7 @@ from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import FIRST_KEPT, MISSING, UNSEEN
 from dlrm_fused.errors import DataError
-from tests.unit.tables import COLUMNS, ROWS, prepare, random_table, read_prepared, write_table
+from tests.unit.tables import COLUMNS, ROWS, ids_of_values, prepare, random_table, read_prepared, write_table
 
 TEXT_LISTS = ("--separated", "tags=|")
 
@@ -267,7 +267,7 @@ def test_new_rows_have_the_ids_of_old_ones_and_are_for_the_test(tmp_path: Path, 
         values = new_table[encoding.column.name].to_pylist()
         if not encoding.column.is_list:
             values = [[value] for value in values]
-        one_by_one = [encoding.of_values([None] if row is None else row).tolist() for row in values]
+        one_by_one = [ids_of_values(encoding, [None] if row is None else row) for row in values]
         assert new.ids("test", encoding.column.name) == one_by_one
     for number, feature in enumerate(old.transformation.dense):
         column = np.array(new_table[feature.name].to_pylist(), np.float64)

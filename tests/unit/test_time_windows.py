@@ -17,7 +17,7 @@ from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
 from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.datasets.parquet import ParquetDataset
 from dlrm_fused.datasets.parquet_files import open_files, read_times
-from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import write_parquet
 from dlrm_fused.datasets.row_group_order import RowGroupOrder
 from dlrm_fused.datasets.time_windows import TimeWindows, time_windows
 from dlrm_fused.errors import ConfigError, DataError
@@ -111,7 +111,7 @@ def prepared(folder: Path, times: dict[str, NDArray[np.int64]] | None, *override
 def parquet(folder: Path, times: dict[str, NDArray[np.int64]], *overrides: str) -> Config:
     """The same, as Parquet files with row groups of 7 rows; 20 samples are shuffled together."""
     config = prepared(folder / "set", times)
-    write_parquet(ParquetOptions(Path(config.data.path), folder / "files", row_group_rows=7))
+    write_parquet(Path(config.data.path), folder / "files", row_group_rows=7)
     for split, of_split in times.items():
         path = folder / "files" / split / "part-00000.parquet"
         column = pa.array(of_split, pa.timestamp("us")).cast(pa.timestamp("ms"))

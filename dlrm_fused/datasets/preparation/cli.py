@@ -14,7 +14,7 @@ from dlrm_fused.datasets.one_class import splits_of_one_class
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.preparation.parallel import available_cores
-from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, ParquetOptions, write_parquet
+from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, write_parquet
 from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table, options_of
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo
 from dlrm_fused.errors import UserError
@@ -161,7 +161,7 @@ def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--row-group-rows", type=_positive, default=ROW_GROUP_ROWS, metavar="N", help=f"default {ROW_GROUP_ROWS}"
     )
-    parser.set_defaults(prepare=lambda args: write_parquet(options_of(ParquetOptions, args)))
+    parser.set_defaults(prepare=lambda args: write_parquet(args.input, args.output, args.row_group_rows))
 
 
 def _positive(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,42 +20,31 @@ ROW_GROUP_ROWS = 131_072
 SAMPLE_WEIGHT = "sample_weight"  # the column of weights
 
 
-@dataclass(frozen=True)
-class ParquetOptions:
-    """Options of ``data/prepare.py parquet``; ``row_group_rows`` is 1 or more."""
-
-    input: Path
-    output: Path
-    row_group_rows: int = ROW_GROUP_ROWS
-
-
-def write_parquet(options: ParquetOptions) -> PreparedInfo:
+def write_parquet(prepared: Path, output: Path, row_group_rows: int = ROW_GROUP_ROWS) -> PreparedInfo:
     """Write each split of a prepared set as one Parquet file, its rows in the same order, and beside them its transformation.
+
+    Args:
+        row_group_rows: of a row group, 1 or more.
 
     Returns:
         What the prepared set holds.
 
     Raises:
-        DataError: if ``input`` holds no prepared set, or one whose features Parquet files cannot hold; or if ``output`` is not
-            empty. Nothing is written then.
+        DataError: if ``prepared`` holds no prepared set, or one whose features Parquet files cannot hold; or if ``output`` is
+            not empty. Nothing is written then.
     """
-    info = PreparedInfo.load(options.input)
-    checksums = checksums_of(options.input)
-    _check_writable(info.schema, options.input)
-    if options.output.is_dir() and any(options.output.iterdir()):
-        raise DataError(f"--output {options.output}: is not empty; choose an empty or new folder")
-    with new_output(options.output, overwrite=False) as folder:
+    info = PreparedInfo.load(prepared)
+    checksums = checksums_of(prepared)
+    _check_writable(info.schema, prepared)
+    if output.is_dir() and any(output.iterdir()):
+        raise DataError(f"--output {output}: is not empty; choose an empty or new folder")
+    with new_output(output, overwrite=False) as folder:
         for split, rows in info.samples.items():
             (folder / split).mkdir()
-            _write_split(
-                SetFolder(options.input, split, checksums),
-                folder / split / "part-00000.parquet",
-                info.schema,
-                rows,
-                options.row_group_rows,
-            )
-        if (options.input / TRANSFORMATION).is_dir():
-            shutil.copytree(options.input / TRANSFORMATION, folder / TRANSFORMATION)
+            source, path = SetFolder(prepared, split, checksums), folder / split / "part-00000.parquet"
+            _write_split(source, path, info.schema, rows, row_group_rows)
+        if (prepared / TRANSFORMATION).is_dir():
+            shutil.copytree(prepared / TRANSFORMATION, folder / TRANSFORMATION)
     return info
 
 

@@ -22,7 +22,7 @@ class ShardedTables:
 
     Args:
         features: rows of each feature's table, by the feature's name.
-        dim: columns of all tables, or of each by the feature's name.
+        dims: columns of each table, by the feature's name.
         group: the ranks; None for this rank alone.
 
     Attributes:
@@ -34,7 +34,7 @@ class ShardedTables:
     def __init__(
         self,
         features: Mapping[str, int],
-        dim: int | Mapping[str, int],
+        dims: Mapping[str, int],
         group: ProcessGroup | None,
         dtype: torch.dtype,
         device: torch.device,
@@ -42,8 +42,7 @@ class ShardedTables:
         ranks, rank = group_size(group), 0 if group is None else group.rank()
         total = sum(features.values())
         self._first, end = total * rank // ranks, total * (rank + 1) // ranks
-        self.features = dict(features)
-        self.dims = dict.fromkeys(features, dim) if isinstance(dim, int) else dict(dim)
+        self.features, self.dims = dict(features), dict(dims)
         self.rows = torch.zeros(end - self._first + 1, max(self.dims.values()), dtype=dtype, device=device)
         starts = np.cumsum([0, *features.values()])[:-1]
         self._starts = dict(zip(features, starts.tolist(), strict=True))
@@ -60,13 +59,6 @@ class ShardedTables:
             if begin < end:
                 shards[feature] = (begin - start, self.rows[begin - self._first : end - self._first, : self.dims[feature]])
         return shards
-
-    def load(self, tables: Mapping[str, Tensor]) -> None:
-        """Take this rank's rows of some whole tables, [rows, its columns] by feature."""
-        shards = self.local_shards()
-        for feature in tables.keys() & shards.keys():
-            first, shard = shards[feature]
-            shard.copy_(tables[feature][first : first + len(shard)])
 
     def columns_of(self, features: Sequence[str]) -> Tensor:
         """Return the columns of these features' rows, [features * D] side by side, that are theirs: int64, on the device."""

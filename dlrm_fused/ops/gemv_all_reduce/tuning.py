@@ -1,7 +1,6 @@
 """Block shapes of the fused GEMV + AllReduce, by the shape of the product.
 
-Shapes that are not in the table of measurements get what the rules below say; docs/performance/gemv_all_reduce.md says what
-led to them.
+docs/performance/gemv_all_reduce.md says what led to the rules.
 """
 
 from __future__ import annotations
@@ -61,9 +60,6 @@ class Blocks:
     is_given: bool = False
 
 
-# By rows, columns, and K of one rank, as ``python -m benchmarks tune gemv_all_reduce`` prints it. No shape is known to need
-# other blocks than the rule's.
-_MEASURED: dict[tuple[int, int, int], Blocks] = {}
 _override: Blocks | None = None
 
 
@@ -88,7 +84,7 @@ def choose_blocks(
         gpu: of every rank; of those with the fewest multiprocessors, where they differ.
         with_norm: whether programs wait for each other, so that all of them must be resident at once.
     """
-    blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, world_size, element_size, gpu)
+    blocks = _override or _by_rule(rows, columns, depth, world_size, element_size, gpu)
     return _possible(blocks, columns, world_size, gpu, with_norm=with_norm)
 
 
@@ -117,12 +113,6 @@ def _is_two_shot(rows: int, columns: int, world_size: int) -> bool:
 def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
     """Every rank must add up some tile, and words must hold whole pairs of results."""
     return columns % 2 == 0 and -(-columns // blocks.columns) >= world_size
-
-
-def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
-    """Return the blocks that were fastest for this weight and as many rows or the next more that were measured."""
-    shapes = {m: blocks for (m, n, k), blocks in _MEASURED.items() if (n, k) == (columns, depth) and m >= rows}
-    return shapes[min(shapes)] if shapes else None
 
 
 def _by_rule(rows: int, columns: int, depth: int, world_size: int, element_size: int, gpu: Gpu) -> Blocks:

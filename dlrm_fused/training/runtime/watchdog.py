@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
@@ -31,18 +31,12 @@ class Watchdog:
     One thread talks to the store; a call of it may hang as long as the network does. A second one ends the process when the
     first has heard nothing for too long. Both count their own beats, not the time of day: a pause of the whole run (Ctrl-Z, a
     frozen container) is no silence.
-
-    Args:
-        end: called with the reason, None if another rank tells it; the default logs it and ends the process.
     """
 
-    def __init__(
-        self, rank: Rank, error_store: ErrorStore, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
-    ) -> None:
+    def __init__(self, rank: Rank, error_store: ErrorStore, peer_timeout_seconds: float) -> None:
         self._rank = rank
         self._error_store = error_store
         self._timeout = peer_timeout_seconds
-        self._end = end or _end_process
         self._stop = threading.Event()
         self._contacts = 0
         self._expects_signs = False
@@ -94,7 +88,7 @@ class Watchdog:
             if failure is not None:
                 # A warning: that rank itself has told the user what is wrong.
                 logger.warning("stopping, because %s", failure)
-                return self._end(None)
+                return _end_process(None)
             if new_sign != sign or new_sign.startswith("done") or not self._expects_signs:
                 sign, silence = new_sign, 0.0
                 continue
@@ -102,7 +96,7 @@ class Watchdog:
             if silence > self._timeout:
                 message = self._silence_of(watched, sign)
                 self._error_store.announce(message)
-                return self._end(message)
+                return _end_process(message)
 
     def _silence_of(self, watched: str, last_sign: str) -> str:
         host = last_sign.split(" ", 1)[1] if last_sign else "an unknown host"
@@ -117,7 +111,7 @@ class Watchdog:
             silence = silence + _HEARTBEAT_SECONDS if contacts == self._contacts else 0.0
             contacts = self._contacts
             if silence > self._timeout:
-                return self._end(
+                return _end_process(
                     f"the rendezvous store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered "
                     f"for {self._timeout:.0f} s (runtime.peer_timeout_seconds): its host or the network is down"
                 )
@@ -138,6 +132,7 @@ def join_run(config: Config, rank: Rank, error_store: ErrorStore) -> Iterator[to
 
 
 def _end_process(reason: str | None) -> None:
+    """End the process after logging the reason; None if another rank tells it."""
     if reason is not None:
         logger.error(reason)
     flush()

@@ -20,7 +20,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import training_flops
 from dlrm_fused.scaleout import collectives
-from dlrm_fused.scaleout.command import main
+from dlrm_fused.scaleout.__main__ import main
 from dlrm_fused.scaleout.dense_trace import DenseWork, Exchange, Gradient, Kernel, trace
 from dlrm_fused.scaleout.machine import Machine, read
 from dlrm_fused.scaleout.scenario import load_scenario
