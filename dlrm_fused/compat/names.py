@@ -23,7 +23,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torch.autograd.forward_ad": ("_current_level",),
     "torch._C._distributed_c10d": ("_SymmetricMemory", "_register_process_group", "_unregister_process_group"),
     "torch._C._distributed_c10d:Backend.Options": ("_timeout",),
-    "torch._C._distributed_c10d:ProcessGroup": ("_set_group_name",),
     "torch._dynamo.config": ("optimize_ddp",),
     "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "torch.cuda": ("_sleep",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -174,38 +175,98 @@ def zeros_symmetric(size: int, device: torch.device) -> Tensor:
     return block
 
 
+class RenumberingStore(dist.Store):
+    """A store in which torch's symmetric memory counts the exchanges of one rendezvous from zero.
+
+    Torch numbers them by all that the process has made, for whatever ranks (``StoreExchange`` in CUDASymmetricMemoryUtils.hpp;
+    pytorch/pytorch issue 196082): ranks that have made unequal numbers wait for each other's keys.
+    """
+
+    _NUMBERED = re.compile(r"(\D*/)(\d+)(.*)", re.DOTALL)
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store, self._rendezvous, self._first = store, 0, -1
+
+    def begin(self) -> None:
+        """Begin a rendezvous."""
+        self._rendezvous, self._first = self._rendezvous + 1, -1
+
+    def renumbered(self, key: str) -> str:
+        """Return a key that all ranks have of the same exchange; one without a number as it is."""
+        numbered = self._NUMBERED.fullmatch(key)
+        if numbered is None:
+            return key
+        before, number, after = numbered[1], int(numbered[2]), numbered[3]
+        if self._first < 0:
+            self._first = number
+        return f"{before}{self._rendezvous}.{number - self._first}{after}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self.renumbered(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self.renumbered(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get([self.renumbered(key) for key in keys])
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self.renumbered(key), amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        renumbered = [self.renumbered(key) for key in keys]
+        if timeout is None:
+            self._store.wait(renumbered)
+        else:
+            self._store.wait(renumbered, timeout)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
 class MappingRanks:
-    """Ranks that map each other's blocks. Torch's symmetric memory knows them by the name of a process group; this one has no
-    collectives, so that making it takes no other rank, as ``new_group`` on GPUs does, and no counting of groups.
+    """Ranks that map each other's blocks. Torch's symmetric memory knows them by the name of a process group; these have no
+    collectives, so that making them takes no other rank, as ``new_group`` on GPUs does, and no counting of groups.
 
     Args:
         name: equal on these ranks, and of no other process group.
         rank: among them.
     """
 
+    # By this process, of any ranks.
+    calls = 0
+
     def __init__(self, name: str, rank: int, world_size: int) -> None:
         from torch._C._distributed_c10d import _register_process_group
 
-        self._name = cast(Any, name)  # of a type that torch has named since 2.11
-        self._group = dist.ProcessGroup(dist.PrefixStore(name, default_store()), rank, world_size)
-        self._group._set_group_name(self._name)
-        _register_process_group(self._name, self._group)  # which keeps no reference
+        store = dist.PrefixStore(name, default_store())
+        self._renumbering = RenumberingStore(store)
+        # Torch's own type of names since 2.13.
+        self._in_step, self._out_of_step = cast(Any, name), cast(Any, f"{name}, out of step")
+        self._groups = [dist.ProcessGroup(of_group, rank, world_size) for of_group in (store, self._renumbering)]
+        for group_name, group in zip((self._in_step, self._out_of_step), self._groups, strict=True):
+            _register_process_group(group_name, group)  # which keeps no reference
 
-    def rendezvous(self, block: Tensor) -> Any:
+    def rendezvous(self, block: Tensor, *, are_in_step: bool) -> Any:
         """Map the blocks of all ranks; the handle gives their addresses. Collective.
 
         Args:
             block: of :func:`zeros_symmetric`, of the same size on all of them.
+            are_in_step: whether all of them have made as many calls before, of any ranks.
         """
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        return _SymmetricMemory.rendezvous(block, self._name)
+        MappingRanks.calls += 1
+        self._renumbering.begin()
+        return _SymmetricMemory.rendezvous(block, self._in_step if are_in_step else self._out_of_step)
 
     def close(self) -> None:
-        """Let go of the name."""
+        """Let go of the names."""
         from torch._C._distributed_c10d import _unregister_process_group
 
-        _unregister_process_group(self._name)
+        for name in (self._in_step, self._out_of_step):
+            _unregister_process_group(name)
 
 
 def tensors_without_memory() -> AbstractContextManager[object]:

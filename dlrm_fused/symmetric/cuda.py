@@ -97,13 +97,14 @@ class CudaGroup(SymmetricGroup):
         return zeros
 
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
-        self.gather(lambda: self._check_available(name, size))
+        calls = self.gather(lambda: self._check_available(name, size))
+        are_in_step = len({calls[rank] for rank in self.hosts.local}) == 1
         mapping = self._mapping  # None where this rank is alone on its host
         with torch.cuda.device(self.device):
             # Ranks alone on their host make the collective calls of the others.
             local = self.on_all(lambda: zeros_symmetric(size, self.device) if mapping else self._zeros(size))
             # This call ends when all ranks have mapped all, and all memory is zero.
-            handle = self.on_all(lambda: mapping.rendezvous(local) if mapping else None)
+            handle = self.on_all(lambda: mapping.rendezvous(local, are_in_step=are_in_step) if mapping else None)
             if handle is None:
                 return SymmetricMemory(name, {self.rank: local}, self.rank, self.world_size)
             blocks = {
@@ -117,7 +118,8 @@ class CudaGroup(SymmetricGroup):
         _mapped.add(memory)
         return memory
 
-    def _check_available(self, name: str, size: int) -> None:
+    def _check_available(self, name: str, size: int) -> int:
+        """Return how many blocks this process has mapped."""
         free, total = torch.cuda.mem_get_info(self.device)
         if size > free:
             torch.cuda.empty_cache()  # memory that torch keeps for later tensors
@@ -127,6 +129,7 @@ class CudaGroup(SymmetricGroup):
                 f"symmetric memory {name}: {readable(size)} needed, but {self.device} of rank {self.rank} has {readable(free)} "
                 f"of {readable(total)} free; use a smaller batch, or more ranks"
             )
+        return MappingRanks.calls
 
 
 @functools.cache  # for all groups of this process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.compat.torch import RenumberingStore
 from dlrm_fused.symmetric import Channel, cuda, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from tests.distributed.launch import on_hosts, run_ranks
@@ -163,15 +165,23 @@ def make_up_memory() -> None:
     torch.cuda.mem_get_info = lambda _: (1 << 40, 1 << 40)
     cuda.zeros_symmetric = lambda size, _: torch.zeros(size, dtype=torch.uint8)
 
-    def rendezvous(self: cuda.MappingRanks, block: Tensor) -> Any:
-        group = dist.distributed_c10d._resolve_process_group(self._name)
-        store = group.get_group_store()
-        store.set(f"is here: {group.rank()}", "")
-        store.wait([f"is here: {rank}" for rank in range(group.size())], timedelta(seconds=10))
+    def rendezvous(block: Tensor, name: Any) -> Any:
+        group = dist.distributed_c10d._resolve_process_group(name)
+        exchange(group, f"CUDASymmetricMemory/{next(numbers)}")
         blocks = [block if rank == group.rank() else torch.zeros_like(block) for rank in range(group.size())]
         return SimpleNamespace(get_buffer=lambda place, *_: blocks[place], buffer_ptrs=[block.data_ptr() for block in blocks])
 
-    cuda.MappingRanks.rendezvous = rendezvous  # type: ignore[method-assign]
+    # As torch numbers the exchanges of a process, whatever its ranks.
+    numbers = itertools.count()
+    torch._C._distributed_c10d._SymmetricMemory = SimpleNamespace(rendezvous=rendezvous)  # type: ignore[misc, assignment]
+
+
+def exchange(group: dist.ProcessGroup, key: str) -> None:
+    store = group.get_group_store()
+    keys = [f"{key}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], "is here")
+    store.wait(keys, timedelta(seconds=10))
+    assert store.multi_get(keys) == [b"is here"] * len(keys)
 
 
 def allocate_on_gpus() -> list[str]:
@@ -204,6 +214,23 @@ def groups_of_pairs(makers: Sequence[int]) -> list[dict[int, int]]:
         dist.barrier(process_group)
         group.close()
     return seen
+
+
+def test_ranks_that_count_exchanges_differently_find_each_others_keys() -> None:
+    """Called from C++, as torch's symmetric memory does."""
+    common = dist.HashStore()
+    stores = [RenumberingStore(common) for _ in range(2)]
+    called = [dist.PrefixStore("of a group", store) for store in stores]
+    for rendezvous in range(2):
+        for store in stores:
+            store.begin()
+        for number in range(2):
+            keys = [[f"CUDASymmetricMemory/{first + number}/{rank}" for rank in range(2)] for first in (7 + rendezvous, 3)]
+            for rank, store in enumerate(called):
+                store.set(keys[rank][rank], f"{rendezvous} {number} {rank}")
+            for rank, store in enumerate(called):
+                assert store.multi_get(keys[rank]) == [f"{rendezvous} {number} {other}".encode() for other in range(2)]
+    assert stores[0].renumbered("a key without a number") == "a key without a number"
 
 
 def test_a_group_of_gpus_over_hosts_takes_its_own_ranks_alone() -> None:
