@@ -109,6 +109,7 @@ class HistoryTransformer(HistoryEncoder[Block]):
             )
         self._d_ff, self._experts = d_ff, tuple(experts)
         super().__init__(layers=layers, product=product, reads_times=False, **shape)
+        del self._experts  # blocks have them
 
     def make_block(self, index: int) -> Block:
         experts = self._experts[index] if self._experts else None

@@ -69,7 +69,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _set_up_paths(self) -> None:
         """Decide which tables take the fused path, say so, and prepare it. Collective."""
         self._measured: dict[str, BothWays] = {}  # by sharding type, with mode="auto": seconds of a step
-        self._against_caller: str | None = None  # why its calls cannot be fused
+        self._against_caller: str | None = None  # why its last call could not be fused
         self._path: Path = TorchRecPath()
         self._input_dist: FusedInputDist | None = None
         self._has_features_of_input_dist = covers(self)
@@ -186,17 +186,21 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             compat.put_in_order(output, self._order)
         return output
 
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Deliver what ``compute`` has looked up, on TorchRec's path. Collective.
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
+        """Look up a batch on TorchRec's path, for a caller that delivers it by :meth:`output_dist`.
 
-        Who makes two calls of the two, such as TorchRec's sharder of managed collisions, may change embeddings in between.
+        TorchRec's sharder of managed collisions calls the two, and other callers may change embeddings in between.
 
         Raises:
             UsageError: with ``strict``.
         """
         if self._path.shardings or isinstance(self._path, MeasuringPath):
-            self._against_caller = "lookups and deliveries in two calls, compute and output_dist"
+            self._against_caller = "a lookup by compute() and a delivery by output_dist()"
             self._leave_to_torchrec(self._against_caller)
+        return cast(list[Tensor], super().compute(ctx, dist_input))
+
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Deliver what :meth:`compute` has looked up. Collective."""
         delivered = cast(LazyAwaitable[KeyedTensor], super().output_dist(ctx, output))
         if self._order:
             compat.put_in_order(delivered, self._order)
@@ -209,6 +213,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """
         reason = self._reason_against_batch(ctx)
         if reason is None:
+            self._against_caller = None
             if isinstance(self._path, MeasuringPath) and self.training and torch.is_grad_enabled():
                 self._continue_measurement(self._path)
             return self._path

@@ -1,7 +1,7 @@
 """TorchRec's modules around collections of embeddings: with our sharders inside they give what they give with TorchRec's.
 
-Feature processors, managed collisions and partially evicted batches (PEC) call the sharded module by other methods than
-``forward``, or copy its contexts.
+Feature processors, managed collisions and prioritized embedding communication (PEC) call the sharded module by other methods
+than ``forward``, or copy its contexts. Of PEC the forward pass alone is tested.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def said_of_managed_collisions(strict: bool) -> tuple[dict[str, str], str | None
 
 
 def test_managed_collisions_of_bags_are_said_to_take_torchrecs_path() -> None:
-    why = "lookups and deliveries in two calls, compute and output_dist"
+    why = "a lookup by compute() and a delivery by output_dist()"
     for paths, error in run_ranks(RANKS, said_of_managed_collisions, False):
         assert paths == {f"table_{number}": f"torchrec: {why}" for number in range(TABLES)}
         assert error is None

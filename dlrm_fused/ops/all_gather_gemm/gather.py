@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -92,36 +92,30 @@ def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> 
         return x, iter([])
     gathered = workspace.matrix(workspace.gathered, workspace.rank, (workspace.world_size * len(x), x.shape[1]))
     received_from, none, hosts = gathered.chunk(workspace.world_size), x[:0], workspace.group.hosts
+    counterparts, served = hosts.counterparts(), hosts.served
     exchanges = exchange_with_hosts(
         workspace.channel,
-        lambda to: [x if rank in hosts.counterparts() else none for rank in to],
-        lambda rank: received_from[rank] if rank in hosts.served else none,
+        lambda to: [x if rank in counterparts else none for rank in to],
+        lambda rank: received_from[rank] if rank in served else none,
         fingerprint,
     )
     window = workspace.window_of(workspace.gathered, fingerprint)
-    neighbours = [peer for peer in hosts.local if peer != workspace.rank]
     received_from[workspace.rank].copy_(x)
 
-    def store_at_neighbours(ranks: Iterable[int]) -> None:
-        if neighbours:
-            rows = torch.cat([_rows_of(rank, len(x), x.device) for rank in ranks] or [_rows_of(0, 0, x.device)])
-            targets = torch.cat([peer * len(gathered) + rows for peer in neighbours])
-            scatter_rows(gathered, targets, window, rows_per_rank=len(gathered), source_rows=rows.repeat(len(neighbours)))
+    def store_at_neighbours(ranks: tuple[int, ...]) -> None:
+        if len(hosts.local) > 1:
+            rows, targets = workspace.places_at_neighbours(ranks, len(x))
+            scatter_rows(gathered, targets, window, rows_per_rank=len(gathered), source_rows=rows)
 
-    store_at_neighbours([workspace.rank])
+    store_at_neighbours((workspace.rank,))
 
     def arrivals() -> Iterator[Sequence[range]]:
         for exchange, sources in exchanges:
             exchange.complete()
-            store_at_neighbours(rank for run in sources for rank in run if rank in hosts.served)
+            store_at_neighbours(tuple(rank for run in sources for rank in run if rank in served))
             yield sources
 
     return gathered, arrivals()
-
-
-def _rows_of(rank: int, count: int, device: torch.device) -> Tensor:
-    """Return int32 [count]: the rows of a rank."""
-    return torch.arange(rank * count, (rank + 1) * count, dtype=torch.int32, device=device)
 
 
 class _Gather(PiecesCall):

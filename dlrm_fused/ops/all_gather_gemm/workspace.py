@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.all_gather_gemm.kernel import Epoch
 from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -51,6 +52,7 @@ class ShardWorkspace(MatrixWorkspace):
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
         # The flags of rows that are gathered beside another call.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_channel=False)
+        self._ranks: dict[tuple[int, ...], Tensor] = {}
         self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {
@@ -77,6 +79,21 @@ class ShardWorkspace(MatrixWorkspace):
         """The matrix, of this shape, that ``memory`` has on a rank of this host."""
         elements = torch.Size(shape).numel()
         return memory.peer(rank)[: elements * self.dtype.itemsize].view(self.dtype).view(*shape)
+
+    def places_at_neighbours(self, ranks: tuple[int, ...], shard_rows: int) -> tuple[Tensor, Tensor]:
+        """Return int32 rows of ranks in a gathered matrix, once for each other rank of this host, and where they belong there:
+        that rank * rows of the matrix + row."""
+        neighbours = self._on_device(tuple(peer for peer in self.group.hosts.local if peer != self.rank))
+        rows = torch.arange(shard_rows, dtype=torch.int32, device=self.device)
+        rows = (self._on_device(ranks)[:, None] * shard_rows + rows).flatten()
+        places = neighbours[:, None] * (self.world_size * shard_rows) + rows
+        return rows.repeat(len(neighbours)), places.flatten()
+
+    @lasting
+    def _on_device(self, ranks: tuple[int, ...]) -> Tensor:
+        if ranks not in self._ranks:
+            self._ranks[ranks] = torch.tensor(ranks, dtype=torch.int32, device=self.device)
+        return self._ranks[ranks]
 
     def window_of(self, memory: SymmetricMemory, fingerprint: int) -> ReceiveWindow:
         """Return the window of one call of the channel, in which ranks receive at the beginning of ``memory``."""

@@ -167,7 +167,7 @@ def _product(
     *,
     by_library: bool = False,
 ) -> Tensor:
-    """Return x @ weight.T, with the bits of ``kernel`` or ``chunks`` in a host, in ``out``; ``part_of``: as in :func:`gemm`."""
+    """Return x @ weight.T in ``out``, by the kernel with the bits that it has in a host; ``part_of``: as in :func:`gemm`."""
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if uses_kernels(x.device):
         if by_library:
