@@ -238,15 +238,10 @@ class MappingRanks:
     calls = 0
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
-        from torch._C._distributed_c10d import _register_process_group
-
-        store = dist.PrefixStore(name, default_store())
-        self._renumbering = RenumberingStore(store)
-        # Torch's own type of names since 2.13.
-        self._in_step, self._out_of_step = cast(Any, name), cast(Any, f"{name}, out of step")
-        self._groups = [dist.ProcessGroup(of_group, rank, world_size) for of_group in (store, self._renumbering)]
-        for group_name, group in zip((self._in_step, self._out_of_step), self._groups, strict=True):
-            _register_process_group(group_name, group)  # which keeps no reference
+        self._name, self._rank, self._world_size = name, rank, world_size
+        self._store = dist.PrefixStore(name, default_store())
+        self._renumbering = RenumberingStore(self._store)
+        self._groups: dict[str, dist.ProcessGroup] = {}  # by name; torch's registry keeps no reference
 
     def rendezvous(self, block: Tensor, *, are_in_step: bool) -> Any:
         """Map the blocks of all ranks; the handle gives their addresses. Collective.
@@ -259,14 +254,23 @@ class MappingRanks:
 
         MappingRanks.calls += 1
         self._renumbering.begin()
-        return _SymmetricMemory.rendezvous(block, self._in_step if are_in_step else self._out_of_step)
+        name = self._name if are_in_step else f"{self._name}, out of step"
+        self._register(name, self._store if are_in_step else self._renumbering)
+        return _SymmetricMemory.rendezvous(block, cast(Any, name))  # torch's own type since 2.13
 
     def close(self) -> None:
         """Let go of the names."""
         from torch._C._distributed_c10d import _unregister_process_group
 
-        for name in (self._in_step, self._out_of_step):
-            _unregister_process_group(name)
+        while self._groups:
+            _unregister_process_group(cast(Any, self._groups.popitem()[0]))
+
+    def _register(self, name: str, store: dist.Store) -> None:
+        from torch._C._distributed_c10d import _register_process_group
+
+        if name not in self._groups:
+            self._groups[name] = dist.ProcessGroup(store, self._rank, self._world_size)
+            _register_process_group(cast(Any, name), self._groups[name])
 
 
 def tensors_without_memory() -> AbstractContextManager[object]:
