@@ -6,6 +6,7 @@ than ``forward``, or copy its contexts. Of PEC the forward pass alone is tested.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,6 +159,8 @@ def parts_of_batches(is_ours: bool) -> list[Tensor]:
 
     inner, sharder = sequences(), sequence_sharder(is_ours)
     wrapped = sharded(PECEmbeddingCollection(inner), inner, sharder, PECEmbeddingCollectionSharder(sharder))
+    look_up = wrapped.compute_and_output_dist_in_partition
+    has_lists = "List" in str(inspect.signature(look_up).parameters["features"].annotation)  # by sharding type, since 1.9
     before: tuple[Any, Any] = (None, None)
     outputs = []
     for number in range(BATCHES):
@@ -166,7 +169,7 @@ def parts_of_batches(is_ours: bool) -> list[Tensor]:
         (parts,) = ((found[0] if isinstance(found, tuple) else found.forward) for found in
                     (awaitable.wait() for awaitable in wrapped.overlap_dist(context, features, *before)))  # fmt: skip
         again, others = (
-            wrapped.compute_and_output_dist_in_partition(context, of_part, parts.splits, is_again)
+            look_up(context, *([of_part], [parts.splits]) if has_lists else (of_part, parts.splits), is_again)
             for of_part, is_again in ((parts.ol_features, True), (parts.nol_features, False))
         )
         merged = wrapped.merge_partitioned_embeddings(context, again, others, [parts])
