@@ -97,7 +97,8 @@ class CudaGroup(SymmetricGroup):
         return zeros
 
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
-        calls = self.gather(lambda: self._check_available(name, size))
+        self.gather(lambda: self._check_available(name, size))
+        calls = self.gather(lambda: MappingRanks.calls)
         are_in_step = len({calls[rank] for rank in self.hosts.local}) == 1
         mapping = self._mapping  # None where this rank is alone on its host
         with torch.cuda.device(self.device):
@@ -118,8 +119,7 @@ class CudaGroup(SymmetricGroup):
         _mapped.add(memory)
         return memory
 
-    def _check_available(self, name: str, size: int) -> int:
-        """Return how many blocks this process has mapped."""
+    def _check_available(self, name: str, size: int) -> None:
         free, total = torch.cuda.mem_get_info(self.device)
         if size > free:
             torch.cuda.empty_cache()  # memory that torch keeps for later tensors
@@ -129,7 +129,6 @@ class CudaGroup(SymmetricGroup):
                 f"symmetric memory {name}: {readable(size)} needed, but {self.device} of rank {self.rank} has {readable(free)} "
                 f"of {readable(total)} free; use a smaller batch, or more ranks"
             )
-        return MappingRanks.calls
 
 
 @functools.cache  # for all groups of this process

@@ -165,10 +165,12 @@ def products(group: SymmetricGroup, timeout_seconds: float, *, dtype: torch.dtyp
         schedule = "chunks" if number % 2 else "kernel"
         result = gemm_all_to_all(workspace, x.requires_grad_(), weight.requires_grad_(), schedule=schedule)
         (of_x,) = torch.autograd.grad(result, [x], normal(*result.shape))
-        # The library multiplies rows of several ranks at once between hosts, those of each rank by themselves within one.
+        # The library multiplies rows of several ranks at once between hosts, and all rows of a small product; within a host
+        # those of each rank by themselves.
         rounding = torch.finfo(dtype).eps * (DEPTH**0.5 if dtype == torch.float32 else 1.0)
-        of_kernel, of_library = ([result.detach()], [of_x]) if schedule == "kernel" else ([], [of_x, result.detach()])
-        return Results(of_kernel, rounding=rounding, products=of_library)
+        same, near = ([of_x], []) if group.world_size == 2 else ([], [of_x])
+        (same if schedule == "kernel" else near).append(result.detach())
+        return Results(same, rounding=rounding, products=near)
 
     return multiply
 
