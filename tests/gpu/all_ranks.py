@@ -97,7 +97,7 @@ def process_group_of_checks(rank: Rank) -> Iterator[torch.device]:
     else:
         device = torch.device("cuda", rank.index % GPUS)
         torch.cuda.set_device(device)
-    if SHARE_A_GPU:
+    if ON_GPU and rank.world_size > GPUS:
         _let_ranks_share_a_gpu(rank)
     with process_group(rank, device):
         yield device

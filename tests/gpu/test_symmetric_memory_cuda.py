@@ -6,7 +6,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from dlrm_fused.symmetric.cuda import mapped_bytes
 from dlrm_fused.symmetric.device import polls_per_second, wait_until_ready
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
+from tests.gpu.all_ranks import process_group_of_checks
 
 pytestmark = pytest.mark.gpu(1)
 several_gpus = pytest.mark.gpu(2)
@@ -74,6 +75,33 @@ def test_every_rank_can_write_the_memory_of_all() -> None:
     results = run(write_to_all)
     ranks = len(results)
     assert results == [[list(range(ranks, 0, -1))] * 3] * ranks
+
+
+def map_in_groups(members: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, by group, what this rank's memory has of the group's ranks after all have written there."""
+    seen = []
+    with process_group_of_checks(Rank.from_environment()) as device:
+        for ranks in members:
+            process_group = dist.new_group(ranks)
+            if dist.get_rank() not in ranks:
+                continue
+            group = symmetric_group(process_group, device)
+            memory = group.allocate("numbers", group.world_size)
+            for peer in range(group.world_size):
+                memory.peer(peer)[group.rank] = 1 + dist.get_rank()
+            torch.cuda.synchronize()
+            dist.barrier(process_group)
+            seen.append(memory.local.tolist())
+        dist.barrier()
+    return seen
+
+
+def test_ranks_that_have_mapped_unequal_numbers_of_blocks_map_one_together() -> None:
+    assert run_ranks(3, map_in_groups, [[1, 2], [0, 1, 2], [0, 2], [2, 1, 0], [0, 1, 2]]) == [
+        [[1, 2, 3], [1, 3], [1, 2, 3], [1, 2, 3]],
+        [[2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]],
+        [[2, 3], [1, 2, 3], [1, 3], [1, 2, 3], [1, 2, 3]],
+    ]
 
 
 def refuse(group: SymmetricGroup) -> list[int]:
