@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -135,14 +136,30 @@ def default_store() -> dist.Store:
 
 
 def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Return a communicator of NCCL that belongs to no process group. Collective.
+    """Return a communicator of NCCL that belongs to no process group. Collective. After an error nothing is torn down.
 
     Args:
-        timeout: of NCCL's watchdog.
+        timeout: of NCCL's watchdog, which says in the log what takes longer.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    # Else the watchdog ends the process, a minute after NCCL has noticed a loss.
+    with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Within it, an environment variable of this process has another value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def let_captures_be() -> None:

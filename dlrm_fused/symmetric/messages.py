@@ -38,7 +38,7 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 logger = logging.getLogger("dlrm_fused")
 
-# The time limit of NCCL's own watchdog, which ends the process.
+# The time limit of NCCL's own watchdog, which only logs it.
 _NCCL_TIMEOUT = timedelta(minutes=10)
 # Between two looks at an exchange that is watched.
 _LOOK_SECONDS = 0.02
@@ -46,6 +46,10 @@ _LOOK_SECONDS = 0.02
 _REFUSAL_SECONDS = 2.0
 # For ranks to say how many exchanges they have begun.
 _ANSWER_SECONDS = 2.0
+# For a call of NCCL to return before the communicator is aborted.
+_CALL_SECONDS = 1.0
+# Of NCCL's errors: a host or its network has failed. (ncclRemoteError and ncclSystemError, by ncclGetErrorString.)
+_NETWORK_ERRORS = "remote process exited", "unhandled system error"
 # NCCL's kernels have it before what the current stream computes next. Programs of products and lookups may hold all
 # multiprocessors until they end, and a message beside them would begin only then.
 # (``torch.distributed._symmetric_memory`` gives products a late start, too.)
@@ -171,6 +175,7 @@ class NcclLink(Link):
         self._count = 0  # of exchanges that this rank has begun
         peer_monitor.answer_with(lambda: self._count)
         self._gone: LateRankError | None = None
+        self._calls = threading.Lock()
         peer_monitor.on_gone(self._end)
         self._watched: queue.SimpleQueue[tuple[torch.cuda.Event, float] | None] = queue.SimpleQueue()
         self._events: deque[torch.cuda.Event] = deque()  # that nobody waits for
@@ -189,13 +194,13 @@ class NcclLink(Link):
             to[rank] = slice_
         for rank, slice_ in received.items():
             from_[rank] = slice_
-        with self.names_failure():
+        with self.call():
             work = self._nccl.alltoall(from_, to, _options(dist.AllToAllOptions, beside))
         return self._begun(work, sent, received, beside)
 
     def all_reduce(self, values: Tensor, *, beside: bool = True) -> Exchange:
         self._count += 1
-        with self.names_failure():
+        with self.call():
             work = self._nccl.allreduce([values], _options(dist.AllreduceOptions, beside))
         return self._begun(work, {self._rank: values}, {}, beside)
 
@@ -222,12 +227,21 @@ class NcclLink(Link):
             self._thread.join()
 
     @contextmanager
-    def names_failure(self) -> Iterator[None]:
-        """Raise, in place of NCCL's error, why the messages have been aborted."""
+    def call(self) -> Iterator[None]:
+        """Around a call of NCCL: nobody aborts its communicator meanwhile, since the call would go on in memory that is free.
+
+        Raises:
+            LateRankError: why the messages have been aborted; or whose loss NCCL has noticed, in place of its error.
+        """
+        if failure := self.failure or self._gone:
+            raise failure
         try:
-            yield
+            with self._calls:
+                yield
         except RuntimeError as error:
-            failure = self.failure or self._gone
+            is_network = any(words in str(error) for words in _NETWORK_ERRORS)
+            lost = self._monitor.hear_of_loss(host_may_be_cut_off=is_network)  # NCCL may know of it first
+            failure = self.failure or self._gone or (None if lost is None else LateRankError(lost, Why.is_gone))
             if failure is None:
                 raise
             raise failure from error
@@ -236,7 +250,17 @@ class NcclLink(Link):
         """A rank is gone. Whether it is waited for, or has left in good order at the end, the thread knows."""
         self._gone = self._gone or LateRankError(rank, Why.is_gone)
         # Not here: the driver may hold it back until kernels have ended that wait for what the monitor tells next.
-        threading.Thread(target=self._nccl.abort, name="dlrm_fused abort", daemon=True).start()
+        threading.Thread(target=self._abort, name="dlrm_fused abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        """End all messages."""
+        # A call that does not return is stuck in the driver: kernels of NCCL that wait for a rank fill its queue.
+        has_ended = self._calls.acquire(timeout=_CALL_SECONDS)
+        try:
+            self._nccl.abort()
+        finally:
+            if has_ended:
+                self._calls.release()
 
     def _watch_all(self) -> None:
         if self._device.type == "cuda":
@@ -246,11 +270,11 @@ class NcclLink(Link):
                 self.failure = self._wait(*watched)
             except RuntimeError:  # of the device, on which nothing can be waited for any more
                 logger.exception("messages to other hosts are given up")
-                self._nccl.abort()
+                self._abort()
                 return
             self._events.append(watched[0])
         if self.failure is not None:
-            self._nccl.abort()
+            self._abort()
 
     def _wait(self, done: torch.cuda.Event, deadline: float) -> LateRankError | None:
         """Wait for an exchange; return why it has to be ended."""
@@ -299,7 +323,7 @@ class _NcclExchange(Exchange):
         if self._is_finished:
             return
         if self._work is not None:
-            with self._link.names_failure():
+            with self._link.call():
                 self._work.wait()
         if not torch.cuda.is_current_stream_capturing():
             self._link.watch_begun(deadline)

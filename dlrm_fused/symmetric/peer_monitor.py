@@ -33,6 +33,7 @@ _HEARSAY_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
+_SILENCE_SECONDS = _KEEPALIVE_IDLE_SECONDS * (1 + _KEEPALIVE_PROBES)
 # (kind, rank, channel), of which not all kinds need all. A rank says goodbye before it leaves in good order, and tells others
 # of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have already read which
 # rank was the first. A rank that takes no part in an exchange because of an error of its own tells those whom its flags do not
@@ -92,10 +93,10 @@ class PeerMonitor:
         """Return the first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
         return self._lost
 
-    def hear_of_loss(self) -> int | None:
+    def hear_of_loss(self, *, host_may_be_cut_off: bool = False) -> int | None:
         """Like :meth:`lost_peer`, for who has met a broken connection: waits until the monitor hears which rank is gone, two
-        seconds at most."""
-        found = _hear_of_loss([self])
+        seconds at most; if a host may be cut off, also until TCP notices that it is silent."""
+        found = _hear_of_loss([self], _HEARSAY_SECONDS + (_SILENCE_SECONDS if host_may_be_cut_off else 0.0))
         return None if found is None else found[1]
 
     def has_left(self, rank: int) -> bool:
@@ -325,15 +326,15 @@ def name_lost_peer() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = _hear_of_loss(_monitors)
+        found = _hear_of_loss(_monitors, _HEARSAY_SECONDS)
         if found is None:
             raise
         monitor, lost = found
         raise CommunicationError(f"{monitor.describe_loss(lost)}: {error}") from error
 
 
-def _hear_of_loss(monitors: Collection[PeerMonitor]) -> tuple[PeerMonitor, int] | None:
-    until = time.monotonic() + _HEARSAY_SECONDS
+def _hear_of_loss(monitors: Collection[PeerMonitor], seconds: float) -> tuple[PeerMonitor, int] | None:
+    until = time.monotonic() + seconds
     while monitors:
         for monitor in list(monitors):
             if (lost := monitor.lost_peer()) is not None:
@@ -364,5 +365,4 @@ def _set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
     # Likewise when something has been sent, for which TCP does not use keepalive.
-    silence = _KEEPALIVE_IDLE_SECONDS * (1 + _KEEPALIVE_PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)

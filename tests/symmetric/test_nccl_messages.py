@@ -26,6 +26,7 @@ class Monitor:
 
     def __init__(self, rank: int, counts: Counts) -> None:
         self.refused: int | None = None
+        self.lost: int | None = None
         self.rank, self.counts = rank, counts
 
     def answer_with(self, count_begun: Callable[[], int]) -> None:
@@ -39,6 +40,10 @@ class Monitor:
 
     def any_refused(self) -> int | None:
         return self.refused
+
+    def hear_of_loss(self, *, host_may_be_cut_off: bool) -> int | None:
+        self.is_patient = host_may_be_cut_off
+        return self.lost
 
 
 class Nccl:
@@ -240,10 +245,51 @@ def test_an_abort_that_the_driver_holds_back_does_not_keep_the_monitor(links: li
 
 
 def test_errors_of_nccl_say_which_rank_is_gone(links: list[NcclLink]) -> None:
-    links[0]._monitor.gone(1)  # type: ignore[attr-defined]
-    with pytest.raises(LateRankError) as raised, links[0].names_failure():
+    with pytest.raises(LateRankError) as raised, links[0].call():
+        links[0]._gone = LateRankError(1, Why.is_gone)
         raise RuntimeError("NCCL communicator was aborted")
     assert (raised.value.rank, raised.value.why) == (1, Why.is_gone)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_be_cut_off"),
+    [
+        ("NCCL Error 6: remote process exited or there was a network error", True),
+        ("NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)", True),
+        ("NCCL Error 1: unhandled cuda error", False),
+    ],
+)
+def test_a_loss_that_nccl_notices_before_the_monitor_is_named(links: list[NcclLink], error: str, may_be_cut_off: bool) -> None:
+    monitor: Any = links[0]._monitor
+    monitor.lost = 2
+    with pytest.raises(LateRankError) as raised, links[0].call():
+        raise RuntimeError(error)
+    assert (raised.value.rank, raised.value.why) == (2, Why.is_gone)
+    assert monitor.is_patient == may_be_cut_off
+
+
+def test_no_call_is_made_after_an_abort(links: list[NcclLink]) -> None:
+    links[0]._monitor.gone(1)  # type: ignore[attr-defined]
+    with pytest.raises(LateRankError) as raised:
+        links[0].exchange({}, {}, tag=0)
+    assert (raised.value.rank, raised.value.why) == (1, Why.is_gone)
+    assert links[0]._nccl.begun == []
+
+
+def test_an_abort_waits_for_a_call_that_returns(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It frees what the call uses."""
+    monkeypatch.setattr(messages, "_CALL_SECONDS", 60.0)
+    with links[0].call():
+        links[0]._monitor.gone(1)  # type: ignore[attr-defined]
+        assert not links[0]._nccl.is_aborted.wait(0.2)
+    assert links[0]._nccl.is_aborted.wait(10.0)
+
+
+def test_an_abort_frees_a_call_that_does_not_return(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_CALL_SECONDS", 0.1)
+    with links[0].call():
+        links[0]._monitor.gone(1)  # type: ignore[attr-defined]
+        assert links[0]._nccl.is_aborted.wait(10.0)
 
 
 def test_a_rank_that_has_done_its_part_is_not_named(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,5 +328,5 @@ def test_an_error_of_the_device_ends_all_messages(links: list[NcclLink], monkeyp
 
 
 def test_other_errors_of_nccl_stay(links: list[NcclLink]) -> None:
-    with pytest.raises(RuntimeError, match="unhandled cuda error"), links[0].names_failure():
+    with pytest.raises(RuntimeError, match="unhandled cuda error"), links[0].call():
         raise RuntimeError("unhandled cuda error")
