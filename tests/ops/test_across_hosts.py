@@ -40,7 +40,7 @@ def test_products_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -
     products.check(cases, 4, calls=16, with_gradients=True, hosts=hosts)
 
 
-@pytest.mark.parametrize("hosts", [*HOSTS, (0, 0, 1)])
+@pytest.mark.parametrize("hosts", [*HOSTS, (0, 0, 1), (0, 0, 0, 1, 2)])
 def test_products_of_sharded_rows_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -> None:
     cases = [GATHERED, SCATTERED, replace(GATHERED, rows=5), replace(SCATTERED, rows=5)]
     layers.check(cases, len(hosts), calls=18, with_gradients=True, hosts=hosts)
@@ -80,6 +80,37 @@ def bytes_of_gathered_rows() -> int:
 def test_a_gathered_row_crosses_once_to_each_other_host() -> None:
     hosts = (0, 0, 0, 1, 1, 2)
     assert run_ranks(len(hosts), on_hosts, hosts, bytes_of_gathered_rows) == [2 * 6 * 8 * 4] * len(hosts)
+
+
+def bytes_of_scattered_rows() -> int:
+    """On a rank: the bytes that it sends to other hosts when each rank gets 6 rows of 8 numbers."""
+    with cpu_group() as group, bytes_of_exchanges() as sent_bytes:
+        rows = 6 * group.world_size
+        workspace = ShardWorkspace(group, name="rows", max_rows=rows, max_columns=8, dtype=torch.float32)
+        gemm_reduce_scatter(workspace, torch.ones(rows, 4), torch.ones(8, 4))
+    return sum(sent_bytes)
+
+
+def test_of_a_hosts_ranks_one_sum_crosses_for_each_scattered_row() -> None:
+    hosts = (0, 0, 0, 1, 1, 2)
+    served = [len(Hosts(((0, 1, 2), (3, 4), (5,)), rank).served) for rank in range(len(hosts))]
+    assert sum(served) == 2 * len(hosts)
+    by_rank = run_ranks(len(hosts), on_hosts, hosts, bytes_of_scattered_rows)
+    assert by_rank == [count * 6 * 8 * 4 for count in served]
+
+
+def scattered_in_16_bits() -> Tensor:
+    """On a rank: its row of the sum of 2048, 1, 1 and 0 of four ranks."""
+    with cpu_group() as group:
+        workspace = ShardWorkspace(group, name="rows", max_rows=4, max_columns=8, dtype=torch.float16)
+        x = torch.full((4, 8), (2048.0, 1.0, 1.0, 0.0)[group.rank], dtype=torch.float16)
+        return gemm_reduce_scatter(workspace, x, torch.eye(8, dtype=torch.float16))
+
+
+def test_the_sum_of_a_host_is_rounded_once() -> None:
+    """Added up in 16 bits, 2048 + 1 + 1 would be 2048."""
+    (*_, row) = run_ranks(4, on_hosts, (0, 0, 0, 1), scattered_in_16_bits)
+    assert row.tolist() == [[2050.0] * 8]
 
 
 def test_large_messages_alone_are_cut_into_halves() -> None:

@@ -102,9 +102,13 @@ def _begin_to_gather(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> 
     window = workspace.window_of(workspace.gathered, fingerprint)
     received_from[workspace.rank].copy_(x)
 
+    neighbours = [rank for rank in hosts.local if rank != workspace.rank]
+
     def store_at_neighbours(ranks: tuple[int, ...]) -> None:
-        if len(hosts.local) > 1:
-            rows, targets = workspace.places_at_neighbours(ranks, len(x))
+        if neighbours:
+            rows = workspace.rows_of_shards(ranks * len(neighbours), len(x))
+            places = tuple(peer * workspace.world_size + rank for peer in neighbours for rank in ranks)
+            targets = workspace.rows_of_shards(places, len(x))
             scatter_rows(gathered, targets, window, rows_per_rank=len(gathered), source_rows=rows)
 
     store_at_neighbours((workspace.rank,))

@@ -1,9 +1,12 @@
 """GEMM + ReduceScatter by any schedule: while products for one rank travel, those for the next are computed.
 
-What is sent is rounded once, to the dtype; the sum is fp32, in the kernel that multiplies the own rows, and rounded once.
+What is sent is rounded once, to the dtype; the sum is fp32, in the kernel that multiplies the own rows, and rounded once. To another
+host goes the sum of a host's ranks, rounded once more.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,20 +41,42 @@ def multiply_and_scatter(
 
 
 def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fingerprint: int) -> Tensor:
-    """The operator's result, without kernels or between hosts: products go to peers, rounded, while others are computed."""
+    """The operator's result, without kernels or between hosts: products go to peers, rounded, while others are computed.
+
+    For rows of another host's rank its counterpart on this host adds up the products of this host's ranks, and sends the sum.
+    """
     ranks, rank, hosts = workspace.world_size, workspace.rank, workspace.group.hosts
-    (all_rows, _), columns, shards = x.shape, len(weight), x.chunk(ranks)
-    rows = all_rows // ranks
+    columns, shards = len(weight), x.chunk(ranks)
+    rows = len(shards[0])
+    received = workspace.matrix(workspace.received, rank, (workspace.received_shards, rows, columns))
+    window, none = workspace.window_of(workspace.received, fingerprint), x.new_empty(0, columns)
+
+    def store(products: Tensor, places: Sequence[int]) -> None:
+        """Store shards of rows at ranks of this host, at rank * the shards that one receives + shard."""
+        targets = workspace.rows_of_shards(tuple(places), rows)
+        scatter_rows(products, targets, window, rows_per_rank=len(received) * rows)
+
+    def sent(to: range, half: slice) -> Sequence[Tensor]:
+        """Return the sums over this host's ranks for those ranks of other hosts to which this rank sends, else nothing."""
+        products = product(rows_of_ranks(x, to, ranks)[half], weight)
+        if len(hosts.local) == 1:
+            return products.chunk(len(to))
+        store(products, workspace.places_at_senders(to))
+        served = [peer for peer in to if peer in hosts.served]
+        parts = received[: len(served) * len(hosts.local)].view(len(served), len(hosts.local), rows, columns)
+        sums = dict(zip(served, parts.sum(1), strict=True))  # adds up in fp32
+        return [sums.get(peer, none) for peer in to]
+
     # Ranks of other hosts send to ordinary tensors, of which one may become the result.
-    parts = {peer: x.new_empty(rows, columns) for peer in hosts.remote}
+    parts = {peer: x.new_empty(rows, columns) for peer in hosts.counterparts()}
     # All ranks take part in as many exchanges.
     halves = halves_of(rows, columns * x.element_size(), _BYTES_IN_HALVES) if ranks == 2 else [slice(None)]
 
     def exchange(half: slice) -> list[HostExchange]:
         return exchange_with_hosts(
             workspace.channel,
-            lambda peers: product(rows_of_ranks(x, peers, ranks)[half], weight).chunk(len(peers)),
-            lambda peer: parts[peer][half],
+            lambda to: sent(to, half),
+            lambda peer: parts[peer][half] if peer in parts else none,
             fingerprint,
             beside=len(halves) * (ranks - 1) > 1,  # nothing is computed beside one message
         )
@@ -59,14 +84,8 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
     begun = [(half, one) for half in halves for one, _ in exchange(half)]
     neighbours = [peer for peer in hosts.local if peer != rank]
     if neighbours:
-        numbers = torch.arange(rank * rows, (rank + 1) * rows, dtype=torch.int32, device=x.device)
-        scatter_rows(
-            torch.cat([product(rows_of_ranks(x, run, ranks), weight) for run in runs_of(neighbours)]),
-            torch.cat([peer * all_rows + numbers for peer in neighbours]),
-            workspace.window_of(workspace.received, fingerprint),
-            rows_per_rank=all_rows,
-        )
-        received = workspace.matrix(workspace.received, rank, (ranks, rows, columns))
+        products = torch.cat([product(rows_of_ranks(x, run, ranks), weight) for run in runs_of(neighbours)])
+        store(products, [peer * len(received) + rank for peer in neighbours])
         parts |= {peer: received[peer] for peer in neighbours}
     if not parts:
         return product(x, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,11 +49,13 @@ class ShardWorkspace(MatrixWorkspace):
         group, name = self.group, self.name
         size = self.max_rows * self.max_columns * self.dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
-        self.received = group.allocate(f"{name}.received", size)
+        # Of this host's ranks for all whose sums this rank sends; those are more than all ranks where hosts are unequal.
+        self.received_shards = max(self.world_size, group.hosts.most_served * max(map(len, group.hosts.ranks)))
+        self.received = group.allocate(f"{name}.received", self.received_shards * size // self.world_size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
         # The flags of rows that are gathered beside another call.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_channel=False)
-        self._ranks: dict[tuple[int, ...], Tensor] = {}
+        self._numbers: dict[tuple[int, ...], Tensor] = {}
         self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {
@@ -80,20 +83,26 @@ class ShardWorkspace(MatrixWorkspace):
         elements = torch.Size(shape).numel()
         return memory.peer(rank)[: elements * self.dtype.itemsize].view(self.dtype).view(*shape)
 
-    def places_at_neighbours(self, ranks: tuple[int, ...], shard_rows: int) -> tuple[Tensor, Tensor]:
-        """Return int32 rows of ranks in a gathered matrix, once for each other rank of this host, and where they belong there:
-        that rank * rows of the matrix + row."""
-        neighbours = self._on_device(tuple(peer for peer in self.group.hosts.local if peer != self.rank))
+    def places_at_senders(self, ranks: Sequence[int]) -> list[int]:
+        """Return where a rank's products for these ranks of other hosts belong at the ranks of this host that send to them:
+        rank * ``received_shards`` + shard, where shards for one rank follow each other."""
+        hosts = self.group.hosts
+        own, senders, places = hosts.local.index(self.rank), Counter[int](), []
+        for sender in (hosts.counterpart(rank, hosts.own) for rank in ranks):
+            places.append(sender * self.received_shards + senders[sender] * len(hosts.local) + own)
+            senders[sender] += 1
+        return places
+
+    def rows_of_shards(self, shards: tuple[int, ...], shard_rows: int) -> Tensor:
+        """Return int32 [shards * shard_rows]: the rows of these shards, one after the other."""
         rows = torch.arange(shard_rows, dtype=torch.int32, device=self.device)
-        rows = (self._on_device(ranks)[:, None] * shard_rows + rows).flatten()
-        places = neighbours[:, None] * (self.world_size * shard_rows) + rows
-        return rows.repeat(len(neighbours)), places.flatten()
+        return (self._on_device(shards)[:, None] * shard_rows + rows).flatten()
 
     @lasting
-    def _on_device(self, ranks: tuple[int, ...]) -> Tensor:
-        if ranks not in self._ranks:
-            self._ranks[ranks] = torch.tensor(ranks, dtype=torch.int32, device=self.device)
-        return self._ranks[ranks]
+    def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
+        if numbers not in self._numbers:
+            self._numbers[numbers] = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        return self._numbers[numbers]
 
     def window_of(self, memory: SymmetricMemory, fingerprint: int) -> ReceiveWindow:
         """Return the window of one call of the channel, in which ranks receive at the beginning of ``memory``."""
