@@ -7,6 +7,7 @@ itself start torchrun.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -364,9 +365,12 @@ def be_script(script: Path, arguments: Sequence[str]) -> None:
 
 
 def run_program(ranks: int, folder: Path, timeout: float, main: Callable[..., None], *arguments: Any) -> Ended:
-    """Run ``main(*arguments)`` as the whole program of so many processes. Otherwise like :func:`run_script`."""
+    """Run ``main(*arguments)`` as the whole program of so many processes. Otherwise like :func:`run_script`.
+
+    A process that is about to be killed after ``timeout`` seconds first writes where its threads are.
+    """
     began = time.monotonic()
-    started = Ranks(ranks, _be_rank_of_program, folder, main, arguments)
+    started = Ranks(ranks, _be_rank_of_program, folder, began + 0.95 * timeout, main, arguments)
     for process in started.processes:
         process.join(max(0.0, began + timeout - time.monotonic()))
     seconds = time.monotonic() - began
@@ -375,9 +379,10 @@ def run_program(ranks: int, folder: Path, timeout: float, main: Callable[..., No
     return Ended([cast(int, process.exitcode) for process in started.processes], "".join(outputs), seconds)
 
 
-def _be_rank_of_program(folder: Path, main: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _be_rank_of_program(folder: Path, deadline: float, main: Callable[..., None], arguments: Sequence[Any]) -> None:
     output = folder / f"output_of_rank_{os.environ['RANK']}"
     output.unlink(missing_ok=True)  # of an earlier program in this folder
+    faulthandler.dump_traceback_later(max(1.0, deadline - time.monotonic()), file=2)
     _be_program(folder, output, output, main, arguments)
 
 
