@@ -143,23 +143,25 @@ def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Else the watchdog ends the process, a minute after NCCL has noticed a loss.
-    with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+    # Else its watchdog, when NCCL has noticed a loss, sleeps for a minute with the lock that every call needs, and then ends the
+    # process (ProcessGroupNCCL.cpp, Watchdog::runLoop).
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="0"):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Within it, an environment variable of this process has another value."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _environment(**variables: str) -> Iterator[None]:
+    """Within it, environment variables of this process have these values."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def let_captures_be() -> None:
