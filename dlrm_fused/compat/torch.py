@@ -143,8 +143,8 @@ def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Else its watchdog, when NCCL has noticed a loss, sleeps for a minute with the lock that every call needs, and then ends the
-    # process (ProcessGroupNCCL.cpp, Watchdog::runLoop).
+    # Else its watchdog, when NCCL has noticed a loss, sleeps for a minute with the lock that every call needs, and then ends
+    # the process (ProcessGroupNCCL.cpp, Watchdog::runLoop).
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="0"):
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 

@@ -61,8 +61,8 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
         schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4`` or ``tapered``, or ``auto``.
 
     Returns:
-        [M / ranks, N] in the workspace's dtype. Peers' products are rounded once and added up in fp32; between hosts the sums of
-        each host's ranks are rounded, too.
+        [M / ranks, N] in the workspace's dtype. Peers' products are rounded once and added up in fp32; between hosts the sums
+        of each host's ranks are rounded, too.
 
     Raises:
         UsageError, CommunicationError: as :func:`all_gather_gemm`.

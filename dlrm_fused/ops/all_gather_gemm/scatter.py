@@ -1,7 +1,7 @@
 """GEMM + ReduceScatter by any schedule: while products for one rank travel, those for the next are computed.
 
-What is sent is rounded once, to the dtype; the sum is fp32, in the kernel that multiplies the own rows, and rounded once. To another
-host goes the sum of a host's ranks, rounded once more.
+What is sent is rounded once, to the dtype; the sum is fp32, in the kernel that multiplies the own rows, and rounded once. To
+another host goes the sum of a host's ranks, rounded once more.
 """
 
 from __future__ import annotations
