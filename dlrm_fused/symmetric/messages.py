@@ -48,7 +48,7 @@ _REFUSAL_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 # For a call of NCCL to return before the communicator is aborted.
 _CALL_SECONDS = 1.0
-# Of NCCL's errors: a host or its network has failed. (ncclRemoteError and ncclSystemError, by ncclGetErrorString.)
+# In NCCL's errors when a host or its network has failed. (ncclRemoteError and ncclSystemError, by ncclGetErrorString.)
 _NETWORK_ERRORS = "remote process exited", "unhandled system error"
 # NCCL's kernels have it before what the current stream computes next. Programs of products and lookups may hold all
 # multiprocessors until they end, and a message beside them would begin only then.
