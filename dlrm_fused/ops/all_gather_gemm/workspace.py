@@ -49,7 +49,7 @@ class ShardWorkspace(MatrixWorkspace):
         group, name = self.group, self.name
         size = self.max_rows * self.max_columns * self.dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
-        # Of this host's ranks for all whose sums this rank sends; those are more than all ranks where hosts are unequal.
+        # From each rank of this host for each rank that this one sends to: more shards than ranks where hosts are unequal.
         self.received_shards = max(self.world_size, group.hosts.most_served * max(map(len, group.hosts.ranks)))
         self.received = group.allocate(f"{name}.received", self.received_shards * size // self.world_size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
