@@ -113,3 +113,17 @@ def test_operands_at_odd_addresses_give_the_same_bits(name: str) -> None:
         for expected, seen in pairs:
             assert expected.abs().sum() > 0
             assert torch.equal(seen, expected)
+
+
+def layouts_of_sums() -> int:
+    """On a rank: the layouts that calls with tensors anywhere have."""
+    with cpu_group() as group:
+        workspace = GemvWorkspace(group, name="sums", max_columns=16, max_rows=4, dtype=HALF)
+        for place in (odd, lambda tensor: tensor):
+            gemv_all_reduce(workspace, *map(place, (drawn(3, 32), drawn(16, 32), drawn(16), drawn(3, 16), drawn(16))))
+        return len(workspace.calls)
+
+
+def test_addresses_which_may_differ_between_ranks_make_no_new_layout_of_a_sum() -> None:
+    """``auto`` makes one call more for a new layout, in which all ranks have to take part."""
+    assert run_ranks(RANKS, layouts_of_sums) == [1] * RANKS

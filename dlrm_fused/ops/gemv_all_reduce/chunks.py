@@ -24,7 +24,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 from dlrm_fused.ops.schedules import Kind, Pair, Task, make_plan, sums_beside
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
-from dlrm_fused.symmetric.launches import aligned, ceil_div, layout_of
+from dlrm_fused.symmetric.launches import ceil_div, layout_of
 
 # Elements of a program's block, and programs of a multiprocessor: nearly one.
 _BLOCK = 4096
@@ -156,5 +156,5 @@ class ScatteredSums(_Sums):
     def _run(self, workspace: GemvWorkspace, inputs: Inputs, result: Tensor) -> None:
         # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
         window = ReceiveWindow(workspace.parts, workspace.channel, 0, self._fingerprint)
-        gemm(aligned(inputs.x.contiguous()), aligned(inputs.weight.contiguous()), window)
+        gemm(inputs.x.contiguous(), inputs.weight.contiguous(), window)
         self._add_up(workspace, inputs, result, 0, len(inputs.x))

@@ -19,7 +19,6 @@ from dlrm_fused.ops.schedules.machines import machine_of
 from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.ops.schedules.rule import copies
-from dlrm_fused.symmetric.launches import aligned
 
 
 class CopiedSums:
@@ -55,11 +54,11 @@ class _Call(PiecesCall):
     """Until the sums of a peer's shard come, their place in the result has this rank's products for that peer."""
 
     def __init__(self, sums: CopiedSums, workspace: GemvWorkspace, inputs: Inputs, fingerprint: int) -> None:
-        x, weight = aligned(inputs.x.contiguous()), aligned(inputs.weight.contiguous())
+        x, weight = inputs.x.contiguous(), inputs.weight.contiguous()
         self._sums, self._shape = sums, sums.sums[0].shape
         super().__init__(workspace, sums.schedule, x, weight.T, rows=self._shape[1], fingerprint=fingerprint)
         self._weight, self._bias, self._pieces = weight, inputs.bias, len(sums.epoch.ends)
-        self._residual = None if inputs.residual is None else aligned(inputs.residual.contiguous()).view(self._shape)
+        self._residual = None if inputs.residual is None else inputs.residual.contiguous().view(self._shape)
         self.out = x.new_empty(len(x), len(weight))
         self._shards, self._out_of = x.view(self.ranks, self.rows, -1), self.out.view(self._shape)
         self.actions |= {Kind.compute: self._multiply, Kind.combine: self._combine}

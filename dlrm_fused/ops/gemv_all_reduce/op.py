@@ -35,7 +35,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import (
 )
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace, Inputs
 from dlrm_fused.symmetric import abort_peers_on_error
-from dlrm_fused.symmetric.launches import ceil_div, layout_of, next_power_of_2
+from dlrm_fused.symmetric.launches import aligned, ceil_div, layout_of, next_power_of_2
 
 
 def gemv_all_reduce(
@@ -110,8 +110,12 @@ def _forward(
     handle: int,
     schedule: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    inputs, workspace = Inputs(x, weight, bias, residual, norm_weight, norm_eps), GemvWorkspace.of(handle)
+    workspace = GemvWorkspace.of(handle)
     workspace.begin_call()
+    # A new layout may take one call more, of all ranks: addresses, which may differ between them, are no part of it.
+    x, weight = aligned(x), aligned(weight)
+    bias, residual, norm_weight = (None if tensor is None else aligned(tensor) for tensor in (bias, residual, norm_weight))
+    inputs = Inputs(x, weight, bias, residual, norm_weight, norm_eps)
     # Whatever follows from shapes is found once.
     layout = layout_of(x, weight, bias, residual, norm_weight), norm_eps, schedule, overriding_blocks()
     call: Call | None = workspace.calls.get(layout)

@@ -25,7 +25,7 @@ _HELD_RESULTS = 2
 
 
 class Inputs(NamedTuple):
-    """The inputs of :func:`gemv_all_reduce`."""
+    """The inputs of :func:`gemv_all_reduce`; all tensors begin at multiples of 16 bytes."""
 
     x: Tensor
     weight: Tensor
