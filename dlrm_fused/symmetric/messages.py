@@ -48,8 +48,6 @@ _REFUSAL_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 # For a call of NCCL to return before the communicator is aborted.
 _CALL_SECONDS = 1.0
-# In NCCL's errors when a host or its network has failed. (ncclRemoteError and ncclSystemError, by ncclGetErrorString.)
-_NETWORK_ERRORS = "remote process exited", "unhandled system error"
 # NCCL's kernels have it before what the current stream computes next. Programs of products and lookups may hold all
 # multiprocessors until they end, and a message beside them would begin only then.
 # (``torch.distributed._symmetric_memory`` gives products a late start, too.)
@@ -231,16 +229,24 @@ class NcclLink(Link):
         """Around a call of NCCL: nobody aborts its communicator meanwhile, since the call would go on in memory that is free.
 
         Raises:
-            LateRankError: why the messages have been aborted; or whose loss NCCL has noticed, in place of its error.
+            LateRankError: as :meth:`names_failure`; also if the messages have been aborted before.
         """
         if failure := self.failure or self._gone:
             raise failure
+        with self.names_failure(), self._calls:
+            yield
+
+    @contextmanager
+    def names_failure(self) -> Iterator[None]:
+        """Around what fails by NCCL.
+
+        Raises:
+            LateRankError: in place of NCCL's error: why the messages have been aborted, or whose loss NCCL has noticed.
+        """
         try:
-            with self._calls:
-                yield
+            yield
         except RuntimeError as error:
-            is_network = any(words in str(error) for words in _NETWORK_ERRORS)
-            lost = self._monitor.hear_of_loss(host_may_be_cut_off=is_network)  # NCCL may know of it first
+            lost = self._monitor.hear_of_loss(error)  # NCCL may know of it first
             failure = self.failure or self._gone or (None if lost is None else LateRankError(lost, Why.is_gone))
             if failure is None:
                 raise
@@ -323,7 +329,7 @@ class _NcclExchange(Exchange):
         if self._is_finished:
             return
         if self._work is not None:
-            with self._link.call():
+            with self._link.names_failure():
                 self._work.wait()
         if not torch.cuda.is_current_stream_capturing():
             self._link.watch_begun(deadline)

@@ -33,6 +33,8 @@ _HEARSAY_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
+# In NCCL's errors when a host or its network has failed. (ncclRemoteError and ncclSystemError, by ncclGetErrorString.)
+_NETWORK_ERRORS = "remote process exited", "unhandled system error"
 _SILENCE_SECONDS = _KEEPALIVE_IDLE_SECONDS * (1 + _KEEPALIVE_PROBES)
 # (kind, rank, channel), of which not all kinds need all. A rank says goodbye before it leaves in good order, and tells others
 # of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have already read which
@@ -93,10 +95,10 @@ class PeerMonitor:
         """Return the first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
         return self._lost
 
-    def hear_of_loss(self, *, host_may_be_cut_off: bool = False) -> int | None:
+    def hear_of_loss(self, error: Exception | None = None) -> int | None:
         """Like :meth:`lost_peer`, for who has met a broken connection: waits until the monitor hears which rank is gone, two
-        seconds at most; if a host may be cut off, also until TCP notices that it is silent."""
-        found = _hear_of_loss([self], _HEARSAY_SECONDS + (_SILENCE_SECONDS if host_may_be_cut_off else 0.0))
+        seconds at most; after an error by which NCCL says that a host may be cut off, until TCP notices that, too."""
+        found = _hear_of_loss([self], error)
         return None if found is None else found[1]
 
     def has_left(self, rank: int) -> bool:
@@ -326,15 +328,16 @@ def name_lost_peer() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = _hear_of_loss(_monitors, _HEARSAY_SECONDS)
+        found = _hear_of_loss(_monitors, error)
         if found is None:
             raise
         monitor, lost = found
         raise CommunicationError(f"{monitor.describe_loss(lost)}: {error}") from error
 
 
-def _hear_of_loss(monitors: Collection[PeerMonitor], seconds: float) -> tuple[PeerMonitor, int] | None:
-    until = time.monotonic() + seconds
+def _hear_of_loss(monitors: Collection[PeerMonitor], error: Exception | None) -> tuple[PeerMonitor, int] | None:
+    may_be_cut_off = any(words in str(error) for words in _NETWORK_ERRORS)
+    until = time.monotonic() + _HEARSAY_SECONDS + (_SILENCE_SECONDS if may_be_cut_off else 0.0)
     while monitors:
         for monitor in list(monitors):
             if (lost := monitor.lost_peer()) is not None:

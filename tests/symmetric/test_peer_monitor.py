@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlrm_fused.errors import CommunicationError
 from dlrm_fused.symmetric import PeerMonitor, connections, peer_monitor
 
 
@@ -162,3 +163,27 @@ def test_ranks_say_how_many_messages_they_have_begun_but_for_one_that_cannot() -
     assert time.monotonic() - began < 5.0
     is_stopped.set()
     close(*those)
+
+
+@pytest.mark.parametrize("error", ["remote process exited or there was a network error", "unhandled system error"])
+def test_after_an_error_of_the_network_the_loss_of_a_silent_host_is_waited_for(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TCP notices it later than NCCL."""
+    monkeypatch.setattr(peer_monitor, "_HEARSAY_SECONDS", 0.0)
+    first, second = watches()
+    late = threading.Timer(0.3, first._lose, [1])
+    late.start()
+    with pytest.raises(CommunicationError, match=r"rank 1 on .* is lost.*NCCL"), peer_monitor.name_lost_peer():
+        raise RuntimeError(f"NCCL error in: ProcessGroupNCCL.cpp: {error}")
+    close(first, second)
+
+
+def test_after_another_error_nobody_waits_for_a_silent_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_monitor, "_HEARSAY_SECONDS", 0.0)
+    first, second = watches()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="unhandled cuda error"), peer_monitor.name_lost_peer():
+        raise RuntimeError("NCCL error in: ProcessGroupNCCL.cpp: unhandled cuda error")
+    assert time.monotonic() - began < peer_monitor._SILENCE_SECONDS / 2
+    close(first, second)
