@@ -62,13 +62,20 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
         ConfigError, DataError: the other run's config or transformation cannot be read.
     """
     run = RunFolder(Path(config.checkpoint.warm_start))
+    try:
+        _begin_with_weights_of(run, config, sharded, schema)
+    except CheckpointError as error:
+        raise CheckpointError(f"{_setting(run)}: {error}") from None
+
+
+def _begin_with_weights_of(run: RunFolder, config: Config, sharded: ShardedModel, schema: DatasetSchema) -> None:
     step = run.checkpoints.best() or run.checkpoints.last()
     if step is None:
-        raise CheckpointError(f"{_setting(run)}: holds no checkpoint; name the folder of a run, such as runs/a")
+        raise CheckpointError("holds no checkpoint; name the folder of a run, such as runs/a")
     run.checkpoints.check_labels(step, schema.labels)
     _check_transformation(run, step)
     maps = _row_maps(run, config)
-    _check_rows(run, maps, schema)
+    _check_rows(maps, schema)
     path, state = run.checkpoints.of(step), model_state(sharded)
     matched = {f"table.{table}.weight" for table in maps}
     restore_tensors(path, {key: value for key, value in state.items() if key not in matched})
@@ -94,20 +101,18 @@ def _check_transformation(run: RunFolder, step: int) -> None:
     trained_with, found = run.checkpoints.progress(step).data.get("transformation"), Transformation.digest_of(folder)
     if trained_with and found and trained_with != found:
         raise CheckpointError(
-            f"{_setting(run)}: was trained with another transformation than its data.path={other.data.path} has now; put the "
+            f"was trained with another transformation than its data.path={other.data.path} has now; put the "
             "set there that it was trained on"
         )
     if not (trained_with and found):
         logger.warning("%s: nothing tells whether data.path=%s is the set of its training", _setting(run), other.data.path)
 
 
-def _check_rows(run: RunFolder, maps: Mapping[str, RowMap], schema: DatasetSchema) -> None:
+def _check_rows(maps: Mapping[str, RowMap], schema: DatasetSchema) -> None:
     for table in schema.tables:
         ids = len(maps[table.name].old_ids) if table.name in maps else table.rows
         if table.rows != ids:
-            raise CheckpointError(
-                f"{_setting(run)}: {table.name} has {table.rows} rows for {ids} ids; allowed: embedding.max_rows=0"
-            )
+            raise CheckpointError(f"{table.name} has {table.rows} rows for {ids} ids; allowed: embedding.max_rows=0")
 
 
 def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None:
@@ -141,7 +146,7 @@ def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
     if len(there) == 1:
         without = next(name for name, folder in folders.items() if folder is None)
         raise CheckpointError(
-            f"{_setting(run)}: the data of {without} has no {TRANSFORMATION}, that of the other run has one: rows cannot be "
+            f"the data of {without} has no {TRANSFORMATION}, that of the other run has one: rows cannot be "
             "matched; prepare both with data/prepare.py table"
         )
     old, new = map(Transformation.load, there)
@@ -153,8 +158,7 @@ def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
             continue  # a feature that the other model does not have, which is told when its weights are read
         if _kind_of(before) != _kind_of(encoding):
             raise CheckpointError(
-                f"{_setting(run)}: {encoding.column.name} had {_kind_of(before)} there, and has {_kind_of(encoding)} now: "
-                "rows cannot be matched"
+                f"{encoding.column.name} had {_kind_of(before)} there, and has {_kind_of(encoding)} now: rows cannot be matched"
             )
         if encoding.vocabulary is not None:  # a hash knows no values, but gives the same ids to as many rows
             maps |= dict.fromkeys(new.tables_of(encoding), RowMap.of(before, encoding))

@@ -187,4 +187,5 @@ def test_what_cannot_go_on_is_said_in_one_line(
     with pytest.raises(RankFailed, match=message) as failed:
         run_ranks(1, beginning, config)
     assert isinstance(failed.value.error, CheckpointError)
+    assert str(failed.value.error).startswith(f"checkpoint.warm_start={config.checkpoint.warm_start}: ")
     assert "\n" not in str(failed.value.error)
