@@ -63,8 +63,8 @@ def _scattered_as_rows(workspace: ShardWorkspace, x: Tensor, weight: Tensor, fin
             return products.chunk(len(to))
         store(products, workspace.places_at_senders(to))
         served = [peer for peer in to if peer in hosts.served]
-        parts = received[: len(served) * len(hosts.local)].view(len(served), len(hosts.local), rows, columns)
-        sums = dict(zip(served, parts.sum(1), strict=True))  # adds up in fp32
+        of_host = received[: len(served) * len(hosts.local)].view(len(served), len(hosts.local), rows, columns)
+        sums = dict(zip(served, of_host.sum(1), strict=True))  # adds up in fp32
         return [sums.get(peer, none) for peer in to]
 
     # Ranks of other hosts send to ordinary tensors, of which one may become the result.

@@ -40,7 +40,7 @@ class ShardWorkspace(MatrixWorkspace):
 
     Calls may share it, of both operators and of any layers. ``max_rows`` are those of all ranks together, M; ``max_columns``
     those of what travels: K of ``all_gather_gemm``, N of ``gemm_reduce_scatter``, and for gradients the same ones. Memory for
-    two matrices [max_rows, max_columns] is allocated.
+    two matrices [max_rows, max_columns] is allocated, or some more where hosts have unequal numbers of ranks.
     """
 
     _channels = ("", "beside")
