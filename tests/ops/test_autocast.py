@@ -54,8 +54,9 @@ def experts(group: SymmetricGroup, dtype: torch.dtype) -> Call:
     return call
 
 
-def inside_and_outside(dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
-    """By operator, result and gradients outside of autocast and inside."""
+def outside_and_inside(dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
+    """By operator, result and gradients outside of autocast; those of a call inside; and those of a compiled call inside, whose
+    gradients torch takes inside, too."""
     found = {}
     with cpu_group() as group:
         generator = torch.Generator().manual_seed(group.rank)
@@ -63,20 +64,24 @@ def inside_and_outside(dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
             torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((ROWS, DEPTH), (COLUMNS, DEPTH))
         )
         for make in (sums, blocks, gathered, scattered, experts):
-            call, both = make(group, dtype), []
-            for is_inside in (False, True):
+            call, seen = make(group, dtype), []
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            for made, is_inside in ((call, False), (call, True), (compiled, True)):
                 with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
-                    out = call(x, weight)
-                gradients = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
-                both.append([out.detach(), *gradients])
-            found[make.__name__] = both
+                    out = made(x, weight)
+                # bf16 would round these.
+                given = torch.linspace(1.0, 1.9, out.numel()).view(out.shape).to(dtype)
+                gradients = torch.autograd.grad(out, (x, weight), given)
+                seen.append([out.detach(), *gradients])
+            found[make.__name__] = seen
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
-    for found in run_ranks(2, inside_and_outside, dtype):
-        for name, (outside, inside) in found.items():
-            for number, (wanted, own) in enumerate(zip(outside, inside, strict=True)):
-                assert own.dtype == dtype
-                assert torch.equal(own, wanted), (name, number)
+    for found in run_ranks(2, outside_and_inside, dtype):
+        for name, (outside, *others) in found.items():
+            for inside in others:
+                for number, (wanted, own) in enumerate(zip(outside, inside, strict=True)):
+                    assert own.dtype == dtype
+                    assert torch.equal(own, wanted), (name, number)

@@ -112,7 +112,7 @@ class Operator:
         forward: what it runs, on CPUs and GPUs.
         differentiate, save_for_backward: as ``torch.library.register_autograd`` takes them.
         """
-        forward, differentiate = without_autocast(forward), differentiable_once(differentiate)
+        forward, differentiate = without_autocast(forward), without_autocast(differentiable_once(differentiate))
         torch.library.impl(name, ["cpu", "cuda"], forward)
         torch.library.register_autograd(name, differentiate, setup_context=save_for_backward)
         namespace, short_name = name.split("::")
