@@ -73,12 +73,14 @@ class BlockPool:
         Args:
             size: bytes of the block at least. Blocks of one size leave no gaps in which another would not fit.
         """
-        size = round_up(max(1, size, math.prod(shape) * dtype.itemsize))
+        # The storage has the bytes of the tensor alone: torch.save writes all of them.
+        used = max(1, math.prod(shape) * dtype.itemsize)
+        size = round_up(max(size, used))
         with self._lock:
             block = self._returned_with(size) or self._found_with(size)
         if block is None:
             return None
-        lease = _Lease(self, block)
+        lease = _Lease(self, block, used)
         if self._device.type == "cuda":
             bytes_ = torch.as_tensor(lease, device=self._device)
         else:
@@ -169,16 +171,16 @@ class BlockPool:
 
 
 class _Lease:
-    """Memory of one block as NumPy and torch take it over; when they drop it, the block goes back to the pool."""
+    """The first bytes of one block as NumPy and torch take them over; when they drop them, the block goes back to the pool."""
 
-    def __init__(self, pool: BlockPool, block: _Block) -> None:
+    def __init__(self, pool: BlockPool, block: _Block, used: int) -> None:
         self._pool = pool
         self._block = block
         self._stream: torch.cuda.Stream | None = None
         self._of_a_graph = False
         interface = {
             "version": 3,
-            "shape": (block.size,),
+            "shape": (used,),
             "typestr": "|u1",
             "data": (pool.memory.local.data_ptr() + block.offset, False),
         }

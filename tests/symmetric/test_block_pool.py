@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import random
 import threading
 import weakref
@@ -62,6 +63,18 @@ def test_a_tensor_without_elements_has_a_place_too(pool: BlockPool) -> None:
     assert tensor is not None
     assert tensor.shape == (0, 7)
     assert pool.offset_of(tensor) == 0
+
+
+def test_a_tensor_is_saved_without_the_rest_of_its_block(pool: BlockPool) -> None:
+    tensor = pool.take((3, 5), torch.float32, 8 * UNIT)
+    assert tensor is not None
+    sizes = []
+    for saved in (tensor, torch.empty(3, 5)):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] == sizes[1]
+    assert pool.free_bytes() == (UNITS - 8) * UNIT
 
 
 def test_there_is_none_when_no_free_block_is_large_enough(pool: BlockPool) -> None:
