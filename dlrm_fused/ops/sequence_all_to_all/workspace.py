@@ -51,6 +51,23 @@ class Counts:
         asked, sent, first_rows = (tuple(numbers[i * ranks : (i + 1) * ranks]) for i in range(3))
         return cls(asked, sent, first_rows, *numbers[3 * ranks :])
 
+    @classmethod
+    def between(cls, asked: Sequence[Sequence[int]], rank: int) -> Self:
+        """Return those of a rank, as :func:`numbers_of` finds them, from numbers that the host has.
+
+        In Python alone: a compiler that traces the call knows them then.
+
+        Args:
+            asked: [ranks][ranks]: how many rows rank i asks rank j for.
+        """
+        of_ranks = [[int(number) for number in of_rank] for of_rank in asked]
+        to_ranks = [list(column) for column in zip(*of_ranks, strict=True)]
+        most = max(1, *(sum(numbers) for numbers in (*of_ranks, *to_ranks)))
+        in_order = itertools.chain.from_iterable(of_ranks)
+        fingerprint = sum(number * place % _FINGERPRINTS for place, number in enumerate(in_order, start=1)) % _FINGERPRINTS
+        first_rows = tuple(sum(of_rank[:rank]) for of_rank in of_ranks)
+        return cls(tuple(of_ranks[rank]), tuple(to_ranks[rank]), first_rows, most, fingerprint)
+
     @property
     def numbers(self) -> list[int]:
         """[3 * ranks + 2], as an operator of PyTorch takes them."""
@@ -164,7 +181,7 @@ class SequenceWorkspace(Workspace):
             raise UsageError(
                 f"{self.name}: counts={list(asked)}; needed: {ranks} numbers, at least 0, for each of {ranks} ranks"
             )
-        return Counts.of(numbers_of(torch.tensor(asked, dtype=torch.int64), self.rank).tolist())
+        return Counts.between(asked, self.rank)
 
     def checks(self, counts: Counts) -> AbstractContextManager[None]:
         """Return a context for the checks of a call. When one of them raises UsageError, no rank goes on.

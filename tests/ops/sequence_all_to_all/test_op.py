@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.common import scatter_rows
-from dlrm_fused.ops.sequence_all_to_all import SequenceWorkspace, op, reference, sequence_all_to_all
+from dlrm_fused.ops.sequence_all_to_all import Counts, SequenceWorkspace, numbers_of, op, reference, sequence_all_to_all
 from dlrm_fused.ops.sequence_all_to_all.op import SequenceCall
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric import device as protocol
@@ -359,6 +359,40 @@ def opcheck() -> None:
 
 def test_opcheck() -> None:
     run_ranks(2, opcheck)
+
+
+def compiled_and_eager() -> list[bool]:
+    """Whether results and gradients of calls that one graph has are those of eager mode, on this rank."""
+    equal = []
+    with cpu_group() as group:
+        workspace = new_workspace(group)
+        for seed in (9, 10):
+            call = Call.draw(group.world_size, seed, placed=seed % 2 > 0)
+
+            def run(rows: Tensor, call: Call = call) -> Tensor:
+                arguments = *call.arguments(group.rank), DIVISOR, call.places_of(group.rank)
+                return sequence_all_to_all(workspace, 2 * rows, *arguments)
+
+            rows = call.rows[group.rank].requires_grad_()
+            seen = []
+            for made in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+                result = made(rows)
+                seen.append([result, *torch.autograd.grad(result, rows, call.gradients[group.rank])])
+            equal.append(all(map(torch.equal, *seen)))
+    return equal
+
+
+def test_a_compiled_call_takes_counts_as_numbers() -> None:
+    assert run_ranks(2, compiled_and_eager) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_counts_are_the_same_from_the_host_and_from_a_tensor(ranks: int) -> None:
+    draw = random.Random(ranks)
+    for most in (0, 3, 2**30):
+        asked = [[draw.randint(0, most) for _ in range(ranks)] for _ in range(ranks)]
+        for rank in range(ranks):
+            assert Counts.between(asked, rank).numbers == numbers_of(torch.tensor(asked), rank).tolist()
 
 
 def error_of_a_call(is_refused: bool) -> str:
