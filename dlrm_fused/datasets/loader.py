@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Batch, Samples
 from dlrm_fused.datasets.dataset import Dataset, Order, ReadsBatches, ReadsRowGroups
 from dlrm_fused.datasets.order import SampleOrder
+from dlrm_fused.datasets.parallel import map_on_threads
 from dlrm_fused.datasets.time_windows import TimeWindows, Window
 from dlrm_fused.errors import ConfigError
 
@@ -23,11 +24,14 @@ from dlrm_fused.errors import ConfigError
 class _Loader(Iterator[Batch]):
     """The common part of both loaders: threads that end with the context."""
 
-    _prefetcher: _Prefetcher
+    _batches: Generator[Batch, None, None]
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
 
     def close(self) -> None:
         """End the threads; the loader cannot be used afterwards. An evaluation's end by themselves after its last batch."""
-        self._prefetcher.close()
+        self._batches.close()
 
     def __enter__(self) -> Self:
         return self
@@ -82,18 +86,12 @@ class TrainLoader(_Loader):
         self._dataset = dataset
         self._rank = rank
         self._world_size = world_size
-        self._step = start_step
         self._generated: deque[Batch] = deque()
-        self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
+        self._batches = _assembled(self._assemble, itertools.count(start_step), dataset, config, device)
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch, or window, of a step and the number of its batch there."""
         return self._windows.position(step) if self._windows else divmod(step, self.batches_per_epoch)
-
-    def __next__(self) -> Batch:
-        batch = self._prefetcher.get(self._step, last=None)
-        self._step += 1
-        return batch
 
     def _assemble(self, step: int) -> Batch:
         if self._dataset.generator_device is not None and isinstance(self._dataset, ReadsBatches):
@@ -166,20 +164,11 @@ class EvaluationLoader(_Loader):
         self._split = split
         self._rank = rank
         self._world_size = world_size
-        self._next = 0
-        self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
+        self._batches = _assembled(self._assemble, range(len(self)), dataset, config, device)
 
     def __len__(self) -> int:
         """Return number of batches, the same on every rank."""
         return -(-self._samples // self._global_batch_size)
-
-    def __next__(self) -> Batch:
-        if self._next == len(self):
-            self.close()
-            raise StopIteration
-        batch = self._prefetcher.get(self._next, last=len(self) - 1)
-        self._next += 1
-        return batch
 
     def _assemble(self, number: int) -> Batch:
         first = number * self._global_batch_size
@@ -246,41 +235,19 @@ def _with_empty_bags(sparse: KeyedJaggedTensor, count: int) -> KeyedJaggedTensor
     )
 
 
-class _Prefetcher:
-    """Assembles consecutive batches ahead of their consumer, in threads unless the data set generates on its device."""
+def _assembled(
+    assemble: Callable[[int], Batch], numbers: Iterable[int], dataset: Dataset, config: Config, device: torch.device
+) -> Generator[Batch, None, None]:
+    """Assemble the batches of these numbers ahead of their consumer, in threads unless the data set generates on its device."""
 
-    def __init__(self, assemble: Callable[[int], Batch], dataset: Dataset, config: Config, device: torch.device) -> None:
-        self._assemble = assemble
-        self._device = device
-        self._ahead = config.data.prefetch_batches
-        self._pending: deque[Future[Batch]] = deque()
-        self._pool: ThreadPoolExecutor | None = None
-        if dataset.generator_device is None:
-            self._pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="loader", initializer=self._start_thread)
+    def assemble_on_host(number: int) -> Batch:
+        if device.type != "cuda":
+            return assemble(number)
+        # Otherwise pinning would make a context on GPU 0 for every rank.
+        torch.cuda.set_device(device)
+        return assemble(number).pin_memory()
 
-    def get(self, number: int, last: int | None) -> Batch:
-        """Batch ``number``, one more than in the call before; starts on those that follow, up to ``last``."""
-        if self._pool is None:
-            return self._assemble(number)
-        stop = number + 1 + self._ahead if last is None else min(number + 1 + self._ahead, last + 1)
-        for upcoming in range(number + len(self._pending), stop):
-            self._pending.append(self._pool.submit(self._assemble_on_host, upcoming))
-        try:
-            return self._pending.popleft().result()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pending.clear()
-
-    def _start_thread(self) -> None:
-        if self._device.type == "cuda":
-            # Otherwise pinning would make a context on GPU 0 for every rank.
-            torch.cuda.set_device(self._device)
-
-    def _assemble_on_host(self, number: int) -> Batch:
-        batch = self._assemble(number)
-        return batch.pin_memory() if self._device.type == "cuda" else batch
+    if dataset.generator_device is None:
+        yield from map_on_threads(assemble_on_host, numbers, config.data.workers, config.data.prefetch_batches)
+    else:
+        yield from map(assemble, numbers)

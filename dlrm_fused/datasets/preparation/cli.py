@@ -11,9 +11,9 @@ from pathlib import Path
 
 from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.one_class import splits_of_one_class
+from dlrm_fused.datasets.parallel import available_cores
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
-from dlrm_fused.datasets.preparation.parallel import available_cores
 from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, write_parquet
 from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table, options_of
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo

@@ -20,10 +20,10 @@ import polars as pl
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dlrm_fused.datasets.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.blocks import Block, read_blocks
 from dlrm_fused.datasets.preparation.criteo_lines import COLUMNS, DENSE_FEATURES, SPARSE_FEATURES, Rows, parse_lines
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
-from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, SplitFiles, new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature

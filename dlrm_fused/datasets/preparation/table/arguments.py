@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dlrm_fused.datasets.preparation.parallel import available_cores
+from dlrm_fused.datasets.parallel import available_cores
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.table_format import UNITS, TableFormat

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrm_fused.datasets.preparation.parallel import map_on_threads
+from dlrm_fused.datasets.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.column_roles import (
     ColumnChoice,
     check_sparse,

@@ -19,8 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dlrm_fused.datasets.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.histories import GAP_ROWS, find_histories, write_interactions
-from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers, read_weights
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.splits import Split, TimeSplit
