@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
@@ -24,7 +23,6 @@ R = TypeVar("R", bound=Sequence[Tensor])
 
 # The first calls compile, tune and load, which cannot be captured.
 RUNS_BEFORE_CAPTURE = 2
-_MOST_COUNTED = 1000
 
 
 class GraphRecorder:
@@ -177,20 +175,3 @@ class Captures(dict[Hashable, C]):
         self.clear()
         self.generation = generation
         return not was_first
-
-
-class RunCounter:
-    """Counts runs by key, for as many keys as a loop of some shapes can have."""
-
-    def __init__(self) -> None:
-        self._runs: Counter[Any] = Counter()
-
-    def count(self, key: object) -> None:
-        """Count one more run."""
-        if len(self._runs) == _MOST_COUNTED:  # hardly any comes again
-            self._runs.clear()
-        self._runs[key] += 1
-
-    def runs(self, key: object) -> int:
-        """Return how many runs have been counted."""
-        return self._runs[key]

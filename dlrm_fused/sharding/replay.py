@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, Generation, RunCounter
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, Generation
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, update_tables
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
@@ -51,8 +51,8 @@ class ReplayedEmbeddingAllToAll:
         self._prepare = prepare
         self._tables: object = None  # the tables whose steps are counted
         self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
-        self._steps = RunCounter()
-        self._calls = RunCounter()  # by what all ranks know alike, as are the keys of agreements
+        self._steps: Remembered[int] = Remembered()
+        self._calls: Remembered[int] = Remembered()  # by what all ranks know alike, as are the keys of agreements
         self._agreed: Remembered[_Key | None] = Remembered()  # this rank's shapes that are replayed
 
     def takes(
@@ -75,12 +75,12 @@ class ReplayedEmbeddingAllToAll:
         if not group.hosts.are_many or not group.calls_can_be_captured or not torch.is_grad_enabled():
             return is_covered
         call = tuple(batch_sizes), gradient_scale
-        self._calls.count(call)
+        self._calls[call] = self._calls.get(call, 0) + 1
         if call not in self._agreed:
-            if self._calls.runs(call) < _CALLS_BEFORE_AGREEMENT:
+            if self._calls[call] < _CALLS_BEFORE_AGREEMENT:
                 return is_covered
             key = _key(indices, offsets, batch_sizes, gradient_scale)
-            comes_again = is_covered and self._steps.runs(key) > RUNS_BEFORE_CAPTURE
+            comes_again = is_covered and self._steps.get(key, 0) > RUNS_BEFORE_CAPTURE
             workspace.forward_channel.assemble()
             self._agreed[call] = key if all(group.gather(lambda: comes_again)) else None
         return is_covered and self._agreed[call] is not None
@@ -117,12 +117,12 @@ class ReplayedEmbeddingAllToAll:
         # All ranks get other outputs when they get more memory, for larger batches.
         self._captures.renew(Generation((), (workspace.outputs, workspace.tables)))
         if self._tables is not workspace.tables:
-            self._steps = RunCounter()  # numbers that change at every step are not worth a capture
+            self._steps.clear()  # numbers that change at every step are not worth a capture
             self._tables = workspace.tables
         key = _key(indices, offsets, batch_sizes, gradient_scale)
         if key not in self._captures and self._captures.has_room:
             agreed = self._agreed.get((tuple(batch_sizes), gradient_scale)) if workspace.group.hosts.are_many else key
-            if agreed is None or self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
+            if agreed is None or self._steps.get(key, 0) <= RUNS_BEFORE_CAPTURE:
                 return self._rehearse(key, batch)
             if key == agreed:
                 self._captures[key] = _Capture(workspace, self._prepare, batch)
@@ -134,13 +134,13 @@ class ReplayedEmbeddingAllToAll:
     def _rehearse(self, key: tuple[Any, ...], batch: _Batch) -> Tensor:
         """Run as it is; if the shapes come again, with copies, as a capture will: Triton compiles kernels by the alignment and
         the strides of the memory that they read."""
-        comes_again = self._steps.runs(key) > 0
+        comes_again = self._steps.get(key, 0) > 0
         if comes_again:
             indices, offsets = ([tensor.clone() for tensor in tensors] for tensors in (batch.indices, batch.offsets))
             batch = batch._replace(indices=indices, offsets=offsets)
 
         def count(gradient: Tensor) -> Tensor | None:
-            self._steps.count(key)  # not before: only then it is known what the backward pass needs
+            self._steps[key] = self._steps.get(key, 0) + 1  # not before: only then it is known what the backward pass needs
             return gradient.clone(memory_format=torch.contiguous_format) if comes_again else None
 
         output = _run(self._workspace, self._prepare, batch)

@@ -27,7 +27,8 @@ def calls_that_are_taken(shapes: str) -> list[bool]:
             of_tables = [torch.zeros(ids)] if group.rank == 0 else []
             batch = of_tables, of_tables, SIZES, None
             taken.append(replayed.takes(shapes != "are not covered" or group.rank == 1, *batch))
-            replayed._steps.count(_key(*batch))  # as the backward pass does
+            key = _key(*batch)
+            replayed._steps[key] = replayed._steps.get(key, 0) + 1  # as the backward pass does
         return taken
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, Captures, Generation, GraphRecorder, RunCounter
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, Captures, Generation, GraphRecorder
 from dlrm_fused.lasting import lasting
-from dlrm_fused.symmetric.launches import ceil_div, next_power_of_2
+from dlrm_fused.symmetric.launches import Remembered, ceil_div, next_power_of_2
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -50,7 +50,7 @@ class Encodings:
     ) -> None:
         self._shape, self._cache_shape, self._dtype, self._device = shape, cache_shape, dtype, device
         self._captures: Captures[_Encoding] = Captures(_MOST_CAPTURES)
-        self._requests = RunCounter()
+        self._requests: Remembered[int] = Remembered()
         self._cache: Tensor | None = None
 
     def fill(self, rows: Tensor, cache: Tensor, encode: Encode, weights: Callable[[], Generation]) -> bool:
@@ -64,8 +64,8 @@ class Encodings:
         """
         length = padded_length(len(rows), self._cache_shape[3])
         if length not in self._captures:
-            self._requests.count(length)
-            if self._requests.runs(length) < 2 or not self._captures.has_room:
+            requests = self._requests[length] = self._requests.get(length, 0) + 1
+            if requests < 2 or not self._captures.has_room:
                 return False
             self.capture(length, encode, weights)
         assert self._cache is not None
