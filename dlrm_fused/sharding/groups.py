@@ -49,7 +49,7 @@ def model_parallel_groups(model: ModelConfig) -> ModelParallelGroups | None:
         ConfigError: on all ranks, if ranks or weights cannot be divided as the settings say.
     """
     if model.experts.count:
-        return expert_parallel_groups(model.experts)
+        return _groups_of(expert_parallel_size(model.experts, dist.get_world_size()))
     return tensor_parallel_groups(model) if model.kind.reads_histories else None
 
 
@@ -68,15 +68,6 @@ def ranks_of_hosts() -> list[int]:
     hosts: list[int] = [0] * world_size
     dist.all_gather_object(hosts, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     return hosts
-
-
-def expert_parallel_groups(experts: ExpertsConfig) -> ModelParallelGroups:
-    """The groups that ``model.experts.parallel`` asks for. Collective.
-
-    Raises:
-        ConfigError: on all ranks, if the ranks, or ``model.experts.count``, cannot be divided so.
-    """
-    return _groups_of(expert_parallel_size(experts, dist.get_world_size()))
 
 
 def tensor_parallel_size(model: ModelConfig, hosts: Sequence[int]) -> int:
