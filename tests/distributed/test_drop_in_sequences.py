@@ -39,7 +39,7 @@ from dlrm_fused.sharding.module_support import tables_of_sequences
 from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import on_hosts, run_program, run_ranks
-from tests.distributed.test_drop_in import group_of, state_of
+from tests.distributed.test_drop_in import further_off, group_of, state_of
 from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, RowWiseToo, fill_tables
 
 TABLE_WISE, ROW_WISE, COLUMN_WISE, REPLICATED = "table_wise", "row_wise", "column_wise", "data_parallel"
@@ -250,7 +250,7 @@ def differences(cases: dict[int, Case]) -> dict[int, list[str]]:
             model = shard(case, FusedEmbeddingCollectionSharder(params, use_index_dedup=case.dedup, **case.options))
             ours = run(case, model)
             theirs = run(case, shard(case, TorchRecs(params, use_index_dedup=case.dedup)))
-            found[name] = [*_wrong_paths(case, model), *_different(ours, theirs, case.tolerance)]
+            found[name] = [*_wrong_paths(case, model), *further_off(ours, theirs, case.tolerance)]
     return found
 
 
@@ -261,19 +261,6 @@ def _wrong_paths(case: Case, model: DistributedModelParallel) -> list[str]:
         for name, path in get_unwrapped_module(model).collections[m].paths.items()
         if path != (f"torchrec: sharding type {REPLICATED}" if tables[int(name[-1])].sharding == REPLICATED else FUSED)
     ]
-
-
-def _different(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> list[str]:
-    """The names of what has other bits, or, where sums have another order, other values."""
-    if list(ours) != list(theirs):
-        return ["keys"]
-
-    def is_equal(our: Any, their: Any) -> bool:
-        if not isinstance(their, Tensor):
-            return bool(our == their)
-        return our.dtype == their.dtype and torch.allclose(our, their, rtol=tolerance, atol=tolerance)
-
-    return [name for name in theirs if not is_equal(ours[name], theirs[name])]
 
 
 # Odd cases: as many as continuous integration has time for, and all. DROP_IN_CASES is another number.
@@ -340,7 +327,7 @@ def move(case: Case, from_fused: bool, folder: Path) -> list[str]:
         second.fused_optimizer.load_state_dict(states["optimizer"])
         stays = shard(case, EmbeddingCollectionSharder(params))
         run(case, stays)
-        return _different(run(case, second), run(case, stays))
+        return further_off(run(case, second), run(case, stays))
 
 
 @pytest.mark.parametrize("from_fused", [True, False])
@@ -404,7 +391,7 @@ PIPELINES = ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite", "EvalPipe
 def test_both_sharders_in_torchrecs_pipelines(pipeline: str) -> None:
     ours, theirs = run_ranks(2, pipelined, pipeline, True), run_ranks(2, pipelined, pipeline, False)
     for our, their in zip(ours, theirs, strict=True):
-        assert _different(our, their) == []
+        assert further_off(our, their) == []
 
 
 def uncovered(options: dict[str, Any]) -> dict[str, str] | str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all import Adam, LocalTables
-from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients, sort_lookup
+from dlrm_fused.ops.embedding_all_to_all.update import per_sample_weight_gradients
 from tests.ops.embedding_all_to_all.lookups import (
     EPS,
     OPTIMIZERS,
@@ -20,21 +20,12 @@ from tests.ops.embedding_all_to_all.lookups import (
     expected_update,
     make_lookup,
     make_tables,
+    random,
     states_of,
+    update,
 )
 
 pytestmark = pytest.mark.gpu(1)
-
-
-def random(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def update(lookup: Lookup, **arguments: Any) -> None:
-    order = sort_lookup(lookup.tables, lookup.indices, lookup.offsets)
-    apply_gradients(
-        lookup.tables, order, lookup.gradients, lookup.indices, lookup.offsets, lookup.per_sample_weights, **arguments
-    )
 
 
 def fbgemm_of(tables: LocalTables) -> Any:

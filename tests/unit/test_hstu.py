@@ -17,6 +17,7 @@ from dlrm_fused.models.hstu import Hstu
 from dlrm_fused.models.tensor_parallel import rms_norm
 from dlrm_fused.ops.hstu_attention import BUCKETS
 from tests.unit.small_models import config_of
+from tests.unit.test_transformer import gradients
 
 HISTORY, WIDTH, TOKENS = 4, 6, 5
 LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -74,13 +75,6 @@ def by_the_equations(model: Hstu, vectors: Tensor, lengths: Tensor, of_times: Te
             gated.append(normed * block.gated_norm[head] * u)
         x = x + torch.cat(gated, dim=-1) @ block.out.weight.T
     return rms_norm(x, model.final_norm)[torch.arange(len(lengths)), lengths.long()]
-
-
-def gradients(encoded: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    """Return those of a sum of the encodings' elements, each with another weight; zeros where nothing was computed."""
-    weights = torch.randn(encoded.shape, generator=torch.Generator().manual_seed(5))
-    found = torch.autograd.grad((encoded * weights).sum(), of, allow_unused=True)
-    return tuple(torch.zeros_like(x) if part is None else part for part, x in zip(found, of, strict=True))
 
 
 @pytest.mark.parametrize("reads_times", [True, False])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad, Adam, LocalTables, Optimizer, RowwiseAdagrad, RowwiseAdam, Sgd
+from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, sort_lookup
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam", "rowwise_adam")
 EPS = 1e-8
@@ -27,6 +29,17 @@ class Lookup:
     @property
     def batch_size(self) -> int:
         return self.tables.batch_size(self.offsets)
+
+
+def update(lookup: Lookup, **arguments: Any) -> None:
+    order = sort_lookup(lookup.tables, lookup.indices, lookup.offsets)
+    apply_gradients(
+        lookup.tables, order, lookup.gradients, lookup.indices, lookup.offsets, lookup.per_sample_weights, **arguments
+    )
+
+
+def random(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def make_tables(

@@ -20,7 +20,9 @@ from tests.ops.embedding_all_to_all.lookups import (
     expected_update,
     make_lookup,
     make_tables,
+    random,
     states_of,
+    update,
 )
 
 pytestmark = pytest.mark.interpreted
@@ -32,17 +34,6 @@ TABLES: dict[str, dict[str, Any]] = {
     "shared_apart": {"rows": [7, 11], "dims": [8, 8], "feature_tables": [1, 0, 1]},
     "without_feature": {"rows": [3, 6, 4], "dims": [4, 4, 4], "feature_tables": [1]},
 }
-
-
-def update(lookup: Lookup, **arguments: Any) -> None:
-    order = sort_lookup(lookup.tables, lookup.indices, lookup.offsets)
-    apply_gradients(
-        lookup.tables, order, lookup.gradients, lookup.indices, lookup.offsets, lookup.per_sample_weights, **arguments
-    )
-
-
-def random(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def assert_updates_as_expected(lookup: Lookup, scale: float = 1.0) -> None:
