@@ -101,11 +101,8 @@ class ExchangeLayout:
 
     def destination_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
         """First column of each feature of a lookup where it is received: in the output, or among the partial sums."""
-        own = self.lookups[rank]
-        if not own[lookup].row_wise:
-            return own[lookup].columns
-        first = sum(other.width for other in own[:lookup] if other.row_wise)
-        return tuple(itertools.accumulate(own[lookup].dims[:-1], initial=first))
+        own = self.lookups[rank][lookup]
+        return self.slice_columns(rank, lookup) if own.row_wise else own.columns
 
     @property
     def row_dim(self) -> int | None:
@@ -123,9 +120,10 @@ class ExchangeLayout:
         return [dim // self.row_dim for lookup in self.lookups[rank] if not lookup.row_wise for dim in lookup.dims]
 
     def slice_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
-        """First column of each feature of a lookup in the slices of a rank's results, which have no gaps."""
+        """First column of each feature of a lookup in a slice of a rank's results, which has no gaps: among the partial sums
+        for row-wise lookups, and among all other columns for the others."""
         own = self.lookups[rank]
-        first = sum(other.width for other in own[:lookup] if not other.row_wise)
+        first = sum(other.width for other in own[:lookup] if other.row_wise == own[lookup].row_wise)
         return tuple(itertools.accumulate(own[lookup].dims[:-1], initial=first))
 
 
