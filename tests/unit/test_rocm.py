@@ -53,7 +53,7 @@ def test_no_kernel_of_ours_runs_but_under_the_interpreter() -> None:
 
 
 def test_no_launch_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "multiprocessors", lambda device: 304)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: SimpleNamespace(multiprocessors=304))
     # Devices of no other test: what is known of one is kept.
     assert not devices.starts_early(torch.device("cuda", 11), programs=1)
     monkeypatch.setattr(torch.version, "hip", None)

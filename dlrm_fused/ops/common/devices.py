@@ -10,16 +10,11 @@ import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dlrm_fused.compat.torch import is_rocm
+from dlrm_fused.ops.common.gpus import gpu_of
 
 # Bytes of shared memory that CUDA keeps for itself, of each program. Source: NVIDIA's *CUDA C++ Programming Guide*, "Compute
 # Capabilities": 163 KB of a program on a multiprocessor with 164, 99 of 100, 227 of 228.
 _RESERVED = 1024
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def is_nvidia(device: torch.device) -> bool:
@@ -83,7 +78,7 @@ def starts_early(device: torch.device, programs: int) -> bool:
     With more programs than that, those of the next kernel take the places of this one's last, and some multiprocessors get
     more work than others.
     """
-    return device.type == "cuda" and programs <= multiprocessors(device) and has_dependent_launches(device)
+    return device.type == "cuda" and programs <= gpu_of(device).multiprocessors and has_dependent_launches(device)
 
 
 def launch_options(early: bool) -> dict[str, Any]:

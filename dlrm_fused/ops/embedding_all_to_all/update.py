@@ -34,8 +34,9 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.devices import multiprocessors, register_limit
+from dlrm_fused.ops.common.devices import register_limit
 from dlrm_fused.ops.common.dtypes import DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
 from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad, Adam, LocalTables, Optimizer, RowwiseAdagrad, RowwiseAdam, Sgd
 from dlrm_fused.symmetric.launches import ceil_div, next_power_of_2
@@ -243,12 +244,12 @@ def _tile_rows(block: int, device: torch.device, elements: int) -> int:
 def _chunk_length(device: torch.device, count: int, tile_rows: int) -> int:
     if device.type == "cpu":
         return 2 * tile_rows
-    tiles = ceil_div(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * multiprocessors(device))
+    tiles = ceil_div(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * gpu_of(device).multiprocessors)
     return tile_rows * min(tiles, _LONGEST_CHUNK // tile_rows)
 
 
 def _merge_programs(device: torch.device) -> int:
-    return 3 if device.type == "cpu" else _MERGES_PER_MULTIPROCESSOR * multiprocessors(device)
+    return 3 if device.type == "cpu" else _MERGES_PER_MULTIPROCESSOR * gpu_of(device).multiprocessors
 
 
 def _label(tables: LocalTables, indices: Tensor, offsets: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:

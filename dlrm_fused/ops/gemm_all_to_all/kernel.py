@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import uses_tf32
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -412,4 +411,4 @@ def _launch(
 
 def programs_of(device: torch.device, tiles: int, shape: Tiles) -> int:
     # Three for the interpreter: some programs have several tiles, in small tests too.
-    return max(1, min(tiles, shape.programs * (multiprocessors(device) if device.type == "cuda" else 3)))
+    return max(1, min(tiles, shape.programs * (gpu_of(device).multiprocessors if device.type == "cuda" else 3)))
