@@ -79,7 +79,7 @@ def call_seconds(run: Callable[[], object], device: torch.device) -> CallSeconds
         return CallSeconds(_mean_seconds(run, device), 0.0)
     host_seconds = math.inf
     for _ in range(_WARMUP_RUNS):
-        _synchronize(device)
+        torch.cuda.synchronize(device)
         begin = time.perf_counter()
         run()
         host_seconds = min(host_seconds, time.perf_counter() - begin)
@@ -98,14 +98,9 @@ def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that one run takes on the device, after some that warm up. Collective if the run is."""
     for _ in range(_WARMUP_RUNS):
         run()
-    _synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     begin = time.perf_counter()
     for _ in range(_MEASURED_RUNS):
         run()
-    _synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return (time.perf_counter() - begin) / _MEASURED_RUNS
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

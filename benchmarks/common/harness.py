@@ -183,8 +183,7 @@ class Timing:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
 
 
 class _Clock:

@@ -81,7 +81,6 @@ def _one_way_seconds(is_first: bool, peer: int, device: torch.device, size: int,
         begin = time.perf_counter()
         for call in calls:
             call(message, peer)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[_WARM_UP_ROUNDS:]) / 2

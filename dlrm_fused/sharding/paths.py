@@ -179,8 +179,7 @@ class MeasuringPath:
         """Choose, keep the times, and release the other paths. Collective."""
         process_group = cast(dist.ProcessGroup, compat.environment(module).process_group)
         begins, ends = self._marks[1::2], self._marks[2::2]
-        if self._settings.group.device.type == "cuda":
-            torch.cuda.synchronize(self._settings.group.device)
+        torch.get_device_module(self._settings.group.device).synchronize(self._settings.group.device)
         own = [self._clock.milliseconds(*turn) / 1e3 / MEASURED_BATCHES for turn in zip(begins, ends, strict=True)]
         seconds = on_slowest_rank(own, process_group, self._settings.group.device)
         # A turn that is disturbed is longer, never shorter.

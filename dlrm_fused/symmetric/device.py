@@ -420,10 +420,8 @@ def polls_per_second(device: torch.device, poll: Any = _poll) -> float:
         poll[(1,)](channel_args(words, words, words, words.data_ptr(), looks, 0, 1), words, num_warps=1)
 
     wait_in_vain(looks)  # compiles
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     begin_time = time.perf_counter()
     wait_in_vain(looks)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return looks / (time.perf_counter() - begin_time)

@@ -210,8 +210,7 @@ class SymmetricGroup(abc.ABC):
         """
         self.is_closed = True
         try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            torch.get_device_module(self.device).synchronize(self.device)
         finally:
             self.peer_monitor.close()
             for link in self._links:

@@ -150,7 +150,7 @@ class Workspace:
         """
         if self.handle not in _workspaces:
             return
-        self.group.gather(self._synchronize)
+        self.group.gather(lambda: torch.get_device_module(self.device).synchronize(self.device))
         for channel in self.channels:
             channel.release()
         _workspaces.pop(self.handle, None)
@@ -158,10 +158,6 @@ class Workspace:
 
     def _release_memory(self) -> None:
         """Let go of the memory through which data travel. No rank stores there any more."""
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""

@@ -201,7 +201,7 @@ class SequenceWorkspace(Workspace):
     @lasting
     def _allocated(self, rows: int) -> BlockPool:
         self.channel.assemble()
-        self._synchronize()
+        torch.get_device_module(self.device).synchronize(self.device)
         self._release_memory()
         self._most_rows = rows
         # A block for a gradient beside the outputs that are held.
