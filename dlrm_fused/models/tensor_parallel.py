@@ -93,11 +93,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 def _mean_of_ranks(weight: Tensor, ranks: int) -> Tensor:
     """Return a weight whose gradient is of the sum of the ranks' losses, as one of their mean."""
-    return _both_ways(weight, _alias, lambda gradient: gradient / ranks)
-
-
-def _alias(x: Tensor) -> Tensor:
-    return x.view_as(x)
+    return _both_ways(weight, lambda x: x.view_as(x), lambda gradient: gradient / ranks)
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -104,12 +104,6 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return magic + length.to_bytes(2, "little") + text.ljust(length - 1).encode() + b"\n"
 
 
-def write_array(path: Path, array: NDArray[Any], dtype: DTypeLike) -> None:
-    """Write one whole array."""
-    with NpyAppender(path, dtype, array.shape[1:]) as file:
-        file.append(array)
-
-
 class IdFiles:
     """The ids of n rows in the files that :class:`~dlrm_fused.datasets.storage.IdColumns` reads; ``stack`` closes them."""
 

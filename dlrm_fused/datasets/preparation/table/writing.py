@@ -25,7 +25,7 @@ from dlrm_fused.datasets.preparation.table.columns import Categories, read_categ
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.splits import Split, TimeSplit
 from dlrm_fused.datasets.preparation.table.times import read_times
-from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, write_array
+from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender, SplitFiles, id_columns
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.table_format import MICROSECONDS
 from dlrm_fused.datasets.transformation import (
@@ -99,7 +99,8 @@ def write_histories(output: Path, blocks: list[pl.DataFrame], transformation: Tr
     histories = find_histories(table[_USER].to_numpy(), table[_ITEM].to_numpy(), times, length, MICROSECONDS)
     split = table[_SPLIT].to_numpy()
     for number, name in enumerate(SPLITS):
-        write_array(output / name / "history.npy", histories.windows[split == number], np.int64)
+        with NpyAppender(output / name / "history.npy", np.int64, (3,)) as file:
+            file.append(histories.windows[split == number])
     rows = rows_of_tokens(transformation.history, {encoding.column.name: encoding.rows for encoding in transformation.sparse})
     table = table.select(name for name in rows if name != TOKEN_GAP)
     tokens = table[histories.order].with_columns(pl.Series(TOKEN_GAP, histories.gap[histories.order]))
