@@ -345,6 +345,18 @@ NUMBERS_AND_SPLITS = {
         "numbers in seconds since 1970",
         ("--split-by-time", "time"),
     ),
+    "a split by a column of lists": Wrong(
+        OK,
+        "--split-by-column tags: [… in t.parquet, row …; allowed: train, validation, test; rename the value, or leave the row "
+        "out",
+        ("--split-by-column", "tags"),
+    ),
+    "a split by a column without a type": Wrong(
+        tables(t=random_table().append_column("fold", pa.nulls(ROWS))),
+        "--split-by-column fold: a missing value in t.parquet, row 1; allowed: train, validation, test; rename the value, or "
+        "leave the row out",
+        ("--split-by-column", "fold"),
+    ),
     "times in milliseconds": Wrong(
         tables(t=changed("time", [RECENT * 1000] * ROWS)),
         "--split-by-time time: 1700000000000 in t.parquet, row 1; allowed: times up to now, numbers in seconds since 1970; try "

@@ -144,11 +144,6 @@ def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NON
     return Categories(distinct, number, np.concatenate([[0], lengths.cumsum()]))
 
 
-def read_texts(block: Block, name: str) -> pa.StringArray:
-    """Return values of a column in n rows as texts: [n]."""
-    return as_text(block.columns[name])
-
-
 def _numbers(block: Block, name: str, option: str, nulls: NullMarkers = NONE) -> NDArray[np.float64]:
     array = decoded(block.columns[name])
     try:

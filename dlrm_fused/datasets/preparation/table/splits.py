@@ -13,11 +13,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.hashing import derive_key, split_mix
-from dlrm_fused.datasets.preparation.table.columns import read_texts
+from dlrm_fused.datasets.preparation.table.arrow import as_text, decoded, is_text
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.times import TimeSurvey, read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS
-from dlrm_fused.errors import DataError
 
 TRAIN = SPLITS.index("train")
 SAMPLE_ROWS = 2**18
@@ -126,15 +125,14 @@ class ColumnSplit:
     column: str
 
     def assign(self, block: Block) -> NDArray[np.uint8]:
-        names = read_texts(block, self.column)
-        found = pc.fill_null(pc.index_in(names, pa.array(SPLITS)), len(SPLITS)).to_numpy()
+        names = decoded(block.columns[self.column])
+        if not is_text(names.type):  # no other value is one of them
+            names = pa.nulls(len(names), pa.string())
+        found = pc.fill_null(pc.index_in(as_text(names), pa.array(SPLITS)), len(SPLITS)).to_numpy()
         wrong = np.flatnonzero(found == len(SPLITS))
         if wrong.size:
-            row = int(wrong[0])
-            raise DataError(
-                f"{BY_COLUMN} {self.column}: {names[row].as_py()!r} in {block.where(row)}; allowed: {', '.join(SPLITS)}; "
-                "rename the value, or leave the row out"
-            )
+            allowed = f"{', '.join(SPLITS)}; rename the value, or leave the row out"
+            block.refuse(self.column, BY_COLUMN, int(wrong[0]), allowed)
         return found.astype(np.uint8)
 
 
