@@ -316,6 +316,18 @@ NUMBERS_AND_SPLITS = {
     "hash buckets that are no number": Wrong(
         OK, "--hash-buckets user=many: allowed: a whole number of rows", ("--hash-buckets", "user=many")
     ),
+    "a seed below 0": Wrong(OK, "--seed=-1: allowed: 0 to 2147483647", ("--seed", "-1")),
+    "a seed of too many digits": Wrong(OK, "--seed=9223372036854775808: allowed: 0 to 2147483647", ("--seed", str(2**63))),
+    "a seed that is no number": Wrong(OK, "--seed=one: allowed: 0 to 2147483647", ("--seed", "one")),
+    "hash buckets that are no decimal digits": Wrong(
+        OK, "--hash-buckets color=²: allowed: a whole number of rows", ("--hash-buckets", "color=²")
+    ),
+    "two numbers of hash buckets": Wrong(
+        OK, "--hash-buckets color=20: color has 10 already; keep one of them", ("--hash-buckets", "color=10,color=20")
+    ),
+    "two separators": Wrong(
+        OK, "--separated color=,: color has | already; keep one of them", ("--separated", "color=|", "color=,")
+    ),
     "hash buckets of another column": Wrong(
         OK, "--hash-buckets=age=10: allowed: columns of --sparse; add it there", ("--hash-buckets", "age=10")
     ),
@@ -333,18 +345,6 @@ NUMBERS_AND_SPLITS = {
         "leave the row out",
         ("--split-by-column", "fold"),
     ),
-    "a split that no row belongs to": Wrong(
-        tables(t=random_table().append_column("fold", pa.array(["train", "test"] * (ROWS // 2)))),
-        "--input: no row for the validation split (200 train, 0 validation, 200 test); give more rows, or split "
-        "them in another way",
-        ("--split-by-column", "fold"),
-    ),
-    "a time in the future": Wrong(
-        tables(t=changed("time", pa.array([RECENT] * (ROWS - 1) + [4_000_000_000]).cast(pa.timestamp("s")))),
-        "--split-by-time time: 2096-10-02 07:06:40 in t.parquet, row 400; allowed: times up to now, "
-        "numbers in seconds since 1970",
-        ("--split-by-time", "time"),
-    ),
     "a split by a column of lists": Wrong(
         OK,
         "--split-by-column tags: [… in t.parquet, row …; allowed: train, validation, test; rename the value, or leave the row "
@@ -356,6 +356,18 @@ NUMBERS_AND_SPLITS = {
         "--split-by-column fold: a missing value in t.parquet, row 1; allowed: train, validation, test; rename the value, or "
         "leave the row out",
         ("--split-by-column", "fold"),
+    ),
+    "a split that no row belongs to": Wrong(
+        tables(t=random_table().append_column("fold", pa.array(["train", "test"] * (ROWS // 2)))),
+        "--input: no row for the validation split (200 train, 0 validation, 200 test); give more rows, or split "
+        "them in another way",
+        ("--split-by-column", "fold"),
+    ),
+    "a time in the future": Wrong(
+        tables(t=changed("time", pa.array([RECENT] * (ROWS - 1) + [4_000_000_000]).cast(pa.timestamp("s")))),
+        "--split-by-time time: 2096-10-02 07:06:40 in t.parquet, row 400; allowed: times up to now, "
+        "numbers in seconds since 1970",
+        ("--split-by-time", "time"),
     ),
     "times in milliseconds": Wrong(
         tables(t=changed("time", [RECENT * 1000] * ROWS)),
@@ -398,8 +410,19 @@ HISTORIES = {
         "labels of the test; leave that option out",
         ("--history", "user", "time", "color", "--split-by-column", "fold"),
     ),
+    "a history of no columns": Wrong(
+        OK, "--history: no item column given; name a column of --sparse after time", ("--history", "user", "time", ",")
+    ),
+    "a history of a column twice": Wrong(
+        OK, "--history: color is twice among its columns; keep one of them", ("--history", "user", "time", "color,color")
+    ),
+    "a history of a length beyond 31 bits": Wrong(
+        OK,
+        "--history-length=2147483648: allowed: 1 to 2147483647",
+        ("--history", "user", "time", "color", "--history-length", str(2**31)),
+    ),
     "a history of no length": Wrong(
-        OK, "--history-length=0: allowed: 1 or more", ("--history", "user", "time", "color", "--history-length", "0")
+        OK, "--history-length=0: allowed: 1 to 2147483647", ("--history", "user", "time", "color", "--history-length", "0")
     ),
 }  # fmt: skip
 OUTPUTS = {

@@ -15,7 +15,7 @@ from dlrm_fused.datasets.parallel import available_cores
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, write_parquet
-from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table, options_of
+from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table, options_of, whole
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo
 from dlrm_fused.errors import UserError
 
@@ -92,7 +92,7 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     _common(parser)
     parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
     parser.add_argument("--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time")
-    parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
+    parser.add_argument("--seed", type=whole("--seed", 0), default=1, help="of the random split (default 1)")
     parser.add_argument(
         "--history",
         type=int,
@@ -150,7 +150,7 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         if of_type is not None:
             default, name = getattr(defaults, field.name), f"--{field.name.replace('_', '-')}"
             parser.add_argument(name, type=of_type, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--seed", type=int, default=1, help="decides every sample (default 1)")
+    parser.add_argument("--seed", type=whole("--seed", 0), default=1, help="decides every sample (default 1)")
     parser.set_defaults(prepare=_prepare_synthetic)
 
 
@@ -159,16 +159,13 @@ def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--input", type=Path, required=True, help="folder of a prepared set")
     parser.add_argument("--output", type=Path, required=True, help="new folder for the files of each split")
     parser.add_argument(
-        "--row-group-rows", type=_positive, default=ROW_GROUP_ROWS, metavar="N", help=f"default {ROW_GROUP_ROWS}"
+        "--row-group-rows",
+        type=whole("--row-group-rows", 1),
+        default=ROW_GROUP_ROWS,
+        metavar="N",
+        help=f"default {ROW_GROUP_ROWS}",
     )
     parser.set_defaults(prepare=lambda args: write_parquet(args.input, args.output, args.row_group_rows))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: allowed: 1 or more")
-    return value
 
 
 def _prepare_synthetic(args: argparse.Namespace) -> PreparedInfo:

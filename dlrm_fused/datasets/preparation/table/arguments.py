@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,17 @@ _KINDS = ", ".join(kind.name for kind in DenseKind)
 def options_of(kind: type[Any], args: argparse.Namespace) -> Any:
     """Return options of this dataclass, each with the value of the argument of its name."""
     return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
+
+
+def whole(option: str, least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from ``least`` on; the largest has 31 bits, as that of ``seed`` in a config."""
+
+    def read(text: str) -> int:
+        if not text.strip().removeprefix("-").isdecimal() or not least <= int(text) < 2**31:
+            raise DataError(f"{option}={text}: allowed: {least} to {2**31 - 1}")
+        return int(text)
+
+    return read
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +76,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
         metavar=("USER", "TIME", "ITEM[,COLUMN...]"),
         help="give each row the earlier rows of its user as tokens, made of these sparse columns; splits by TIME",
     )
-    add("--history-length", int, "N", "of those the last N (default 50)", default=50)
+    add("--history-length", whole("--history-length", 1), "N", "of those the last N (default 50)", default=50)
     parser.add_argument("--describe", action="store_true", help="print what the table holds and a config; write nothing")
     _add_split(parser, held_out=0.2)
     parser.set_defaults(prepare=_prepare)
@@ -135,7 +146,7 @@ def _add_split(parser: argparse.ArgumentParser, held_out: float | None) -> None:
         metavar="SHARE",
         help=f"share of the rows for validation and test, half of it each ({default})",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
+    parser.add_argument("--seed", type=whole("--seed", 0), default=1, help="of the random split (default 1)")
     parser.add_argument("--split-by-time", default="", metavar="COLUMN", help="hold out the newest rows, not random ones")
     parser.add_argument(
         "--split-by-column", default="", metavar="COLUMN", help="a column says train, validation or test for each row"
@@ -149,8 +160,7 @@ def _prepare(args: argparse.Namespace) -> PreparedInfo | str:
     if args.history:
         user, time, items = args.history
         args.history = HistoryColumns(user, time, _names(items), args.history_length)
-    pairs = [_pair("--separated", entry) for entry in args.separated]
-    args.separated = {name: _character(separator) for name, separator in pairs}
+    args.separated = {name: _character(separator) for name, separator in _pairs("--separated", args.separated).items()}
     args.split_files = _split_files(args, needed=SPLITS)
     args.split = _split_options(args)
     args.table_format = TableFormat(**_table_format(args))
@@ -229,18 +239,23 @@ def _dense(text: str) -> dict[str, DenseKind]:
 
 
 def _buckets(text: str) -> dict[str, int]:
-    pairs = dict(_pair("--hash-buckets", entry) for entry in _names(text))
+    pairs = _pairs("--hash-buckets", _names(text))
     for name, count in pairs.items():
-        if not count.strip().lstrip("+-").isdigit():
+        if not count.strip().removeprefix("-").isdecimal():
             raise DataError(f"--hash-buckets {name}={count}: allowed: a whole number of rows")
     return {name: int(count) for name, count in pairs.items()}
 
 
-def _pair(option: str, entry: str) -> tuple[str, str]:
-    name, _, value = entry.partition("=")
-    if not name or not value:
-        raise DataError(f"{option} {entry}: allowed: a column, =, and its value; --help shows how")
-    return name, value
+def _pairs(option: str, entries: Iterable[str]) -> dict[str, str]:
+    """Return the value of each column that ``COLUMN=VALUE ...`` names."""
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        name, _, value = entry.partition("=")
+        if not name or not value:
+            raise DataError(f"{option} {entry}: allowed: a column, =, and its value; --help shows how")
+        if pairs.setdefault(name, value) != value:
+            raise DataError(f"{option} {entry}: {name} has {pairs[name]} already; keep one of them")
+    return pairs
 
 
 class _Renames(argparse.Action):

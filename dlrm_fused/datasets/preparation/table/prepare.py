@@ -289,11 +289,13 @@ def _check_history(options: TableOptions) -> None:
         return
     if options.split_files:
         raise DataError(f"{HISTORY}: rows are split by its time, {history.time}, and not by files; name all files in --input")
-    if history.length < 1:
-        raise DataError(f"--history-length={history.length}: allowed: 1 or more")
+    if not history.items:
+        raise DataError(f"{HISTORY}: no item column given; name a column of --sparse after {history.time}")
     for name in history.items:
         if name not in options.sparse:
             raise DataError(f"{HISTORY}: {name} is not in --sparse; add it there")
+        if history.items.count(name) > 1:
+            raise DataError(f"{HISTORY}: {name} is twice among its columns; keep one of them")
     for name in history.items:
         if token_name(name) in (TOKEN_LABEL, TOKEN_GAP):
             raise DataError(
