@@ -237,6 +237,26 @@ class TestNames:
         (tmp_path / "dt=1/t.csv").write_text("dt,a\n2,3\n")
         assert rows([open_file(tmp_path / "dt=1/t.csv")], ["dt", "a"]) == [("2", "3")]
 
+    @pytest.mark.parametrize("header", ["a", "dt,a"])
+    def test_they_are_renamed_as_others(self, tmp_path: Path, header: str) -> None:
+        """The file's own column goes before that of the path, under the new name too."""
+        (tmp_path / "dt=1").mkdir()
+        (tmp_path / "dt=1/t.csv").write_text(f"{header}\n{header.replace('dt', '2').replace('a', '3')}\n")
+        file = open_file(tmp_path / "dt=1/t.csv", TableFormat(renamed={"dt": "day"}))
+        assert rows([file], ["day", "a"]) == [("2" if "dt" in header else "1", "3")]
+
+    def test_a_new_name_that_the_file_has_already_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "dt=1").mkdir()
+        (tmp_path / "dt=1/t.csv").write_text("a\n3\n")
+        with pytest.raises(DataError, match=r"t.csv: two columns are named a; rename one"):
+            open_file(tmp_path / "dt=1/t.csv", TableFormat(renamed={"dt": "a"}))
+
+    def test_the_command_knows_a_renamed_one(self, tmp_path: Path) -> None:
+        (tmp_path / "_dt=1").mkdir()  # no hidden folder, since it is a column
+        (tmp_path / "_dt=1/t.csv").write_text("clicked,user\n" + "1,a\n0,b\n" * 20)
+        command = ["table", "--input", str(tmp_path / "*/t.csv"), "--label", "clicked", "--sparse", "user,day"]
+        assert cli.main([*command, "--rename", "_dt=day", "--output", str(tmp_path / "set")]) == 0
+
 
 @pytest.mark.parametrize(
     "kind", [pa.binary(), pa.large_binary(), pa.dictionary(pa.int8(), pa.binary()), pa.binary_view(), pa.list_(pa.binary())]

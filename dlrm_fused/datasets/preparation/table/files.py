@@ -126,7 +126,8 @@ def _is_hidden(path: Path, pattern: str) -> bool:
     if str(path) == str(Path(pattern)):
         return path.name.startswith(HIDDEN) and _suffix(path, PLAIN) is None
     given = Path(pattern).parts
-    return any(part.startswith(HIDDEN) and part not in given for part in path.parts)
+    # A folder such as _day=1 is a column, as Spark has it.
+    return any(part.startswith(HIDDEN) and "=" not in part and part not in given for part in path.parts)
 
 
 def open_file(path: Path, table_format: TableFormat = PLAIN) -> TableFile:
@@ -148,7 +149,11 @@ def open_file(path: Path, table_format: TableFormat = PLAIN) -> TableFile:
         schema = _read_schema(path, suffix, table_format)
     in_file = schema.names
     names = [_new_name(name, table_format) for name in in_file]
-    partitions = {name: value for name, value in _partitions(path).items() if name not in names}
+    partitions = {
+        new: value
+        for name, value in partitions_of(path).items()
+        if name not in in_file and ((new := _new_name(name, table_format)) != name or name not in names)
+    }
     fields = [pa.field(name, _as_text(kind)) for name, kind in zip(names, schema.types, strict=True)]
     schema = pa.schema([*fields, *(pa.field(name, pa.string()) for name in partitions)])
     twice = [name for name in schema.names if schema.names.count(name) > 1]
@@ -188,7 +193,7 @@ def _suffix(path: Path, table_format: TableFormat) -> str | None:
     return suffix if table_format.delimiter else None
 
 
-def _partitions(path: Path) -> dict[str, str | None]:
+def partitions_of(path: Path) -> dict[str, str | None]:
     """Columns that the folders of a path tell, as Hive and Spark write them."""
     pairs = [unquote(part).partition("=") for part in path.parts[:-1]]
     return {name: None if value == _NULL_PARTITION else value for name, equals, value in pairs if equals and name}

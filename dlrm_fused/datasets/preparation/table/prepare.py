@@ -22,7 +22,7 @@ from dlrm_fused.datasets.preparation.table.column_roles import (
     grouping_column,
 )
 from dlrm_fused.datasets.preparation.table.describe import describe, suspects
-from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
+from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, partitions_of, read_blocks
 from dlrm_fused.datasets.preparation.table.learning import learn
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
 from dlrm_fused.datasets.preparation.table.splits import (
@@ -266,7 +266,8 @@ def _open_files(
 
 
 def _check_renamed(files: Sequence[TableFile], table_format: TableFormat) -> None:
-    there = {name.strip() if table_format.trim else name for file in files for name in file.names.values()}
+    written = {name for file in files for name in (*file.names.values(), *partitions_of(file.path))}
+    there = {name.strip() if table_format.trim else name for name in written}
     for name in table_format.renamed.keys() - there:
         raise DataError(f"--rename {name}={table_format.renamed[name]}: no such column in {files[0].path}; leave it out")
 
