@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,22 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
         ("b.csv.gz", gzip.compress(CSV.encode() * 99)[:40], "cannot be read (Truncated compressed stream)"),
         ("b.csv", gzip.compress(CSV.encode()), "is no text but what .gz files hold; end its name with .gz"),
         ("b.csv", b"PAR1....", "is no text but what .parquet files hold; end its name with .parquet"),
+        ("b.csv", bz2.compress(CSV.encode()), "is no text but what .bz2 files hold; unpack it, or write it in another format"),
+        ("b.csv", lzma.compress(CSV.encode()), "is no text but what .xz files hold; unpack it, or write it in another format"),
+        ("b.csv", b"PK\x03\x04....", "is no text but what .zip files hold; unpack it, or write it in another format"),
+        ("b.csv", b"ARROW1\0....", "is no text but what .arrow files hold; end its name with .arrow"),
     ],
-    ids=["text as gzip", "text as zstd", "half of a gzip", "gzip as text", "Parquet as text"],  # gzip writes the time
+    ids=[
+        "text as gzip",
+        "text as zstd",
+        "half of a gzip",
+        "gzip as text",
+        "Parquet as text",
+        "bzip2",
+        "xz",
+        "zip",
+        "Arrow",
+    ],  # gzip writes the time
 )
 def test_a_file_that_is_not_what_its_name_says_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, said: str

@@ -18,7 +18,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TABBED = (".tsv", ".inter")
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # Marks with which other files begin, and their suffixes.
-_MARKS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+_MARKS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1\0": ".arrow"}
+_UNREAD_MARKS = {b"BZh91AY&SY": ".bz2", b"\xfd7zXZ\0": ".xz", b"PK\x03\x04": ".zip", b"Obj\x01": ".avro"}
 
 
 def open_csv(path: Path, suffix: str, table_format: TableFormat, columns: Sequence[str]) -> pa.csv.CSVStreamingReader:
@@ -66,12 +67,13 @@ def check_encoding(path: Path, table_format: TableFormat) -> None:
     if codecs.lookup(table_format.encoding).name.startswith(("utf-16", "utf-32")):
         return
     with _decompressed(path) as source:
-        first = source.read(4)
+        first = source.read(10)
     if first[:2] in _UTF_16_MARKS:
         raise DataError(f"--input {path}: begins with the mark of UTF-16; give --encoding utf-16")
-    for mark, suffix in _MARKS.items():
+    for mark, suffix in {**_MARKS, **_UNREAD_MARKS}.items():
         if first.startswith(mark):
-            raise DataError(f"--input {path}: is no text but what {suffix} files hold; end its name with {suffix}")
+            remedy = f"end its name with {suffix}" if mark in _MARKS else "unpack it, or write it in another format"
+            raise DataError(f"--input {path}: is no text but what {suffix} files hold; {remedy}")
 
 
 def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None:
