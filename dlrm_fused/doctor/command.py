@@ -11,6 +11,7 @@ from typing import NoReturn
 from dlrm_fused.doctor.examine import follow, lead
 from dlrm_fused.doctor.mailbox import Mailbox, OtherReleaseError
 from dlrm_fused.doctor.report import as_json, as_text
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.training.runtime import Rank, configure_logging
 
 DESCRIPTION = """\
@@ -20,6 +21,7 @@ Exit status: 0 all is well; 1 something is broken, so that training or comm=fuse
 could. torchrun makes 1 of both; "status" in the output of --json is that of the ranks. docs/many_nodes.md explains findings.
 """
 _SECONDS = 60.0
+_MOST_SECONDS = 86_400
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="limit of each step (default: 60)")
     options = parser.parse_args(arguments)
-    rank = Rank.from_environment()
+    if not 1 <= options.seconds <= _MOST_SECONDS:
+        parser.error(f"argument --seconds: {options.seconds}: allowed: 1 to {_MOST_SECONDS}")
+    try:
+        rank = Rank.from_environment()
+    except ConfigError as error:
+        parser.error(str(error))
     configure_logging(rank)
     try:
         mailbox = Mailbox(rank, options.seconds)

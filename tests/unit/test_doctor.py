@@ -565,10 +565,29 @@ def test_ports_of_adapters_are_read_from_sysfs(tmp_path: Path) -> None:
 # The command: what it measures and shows.
 
 
-def test_wrong_arguments_end_with_1_as_2_is_a_slow_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--jason"], "unrecognized arguments: --jason"),
+        (["--seconds", "nan"], "argument --seconds: nan: allowed: 1 to 86400"),
+        (["--seconds", "-1"], "argument --seconds: -1.0: allowed: 1 to 86400"),
+    ],
+)
+def test_wrong_arguments_end_with_1_as_2_is_a_slow_cluster(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
     with pytest.raises(SystemExit, match="1"):
-        main(["--jason"])
-    assert "unrecognized arguments: --jason" in capsys.readouterr().err
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_an_environment_that_contradicts_itself_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="1"):
+        main([])
+    assert "RANK=1 in the environment: allowed: 0 to 0" in capsys.readouterr().err
 
 
 def test_one_pair_in_each_host_and_one_between_neighbours_are_measured() -> None:

@@ -15,6 +15,7 @@ from dlrm_fused.config import Config, Precision
 from dlrm_fused.errors import ConfigError
 
 logger = logging.getLogger("dlrm_fused")
+_REMEDY = "start with torchrun, which sets what it needs, or unset all of these for one process"
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,33 @@ class Rank:
 
     @staticmethod
     def from_environment() -> Rank:
+        """
+        Raises:
+            ConfigError: if the environment does not say which rank this is, or contradicts itself.
+        """
+        world_size = _variable("WORLD_SIZE", "1", range(1, 2**31))
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in os.environ]
+        if missing:
+            raise ConfigError(f"WORLD_SIZE={world_size} in the environment, without {', '.join(missing)}; {_REMEDY}")
+        if "MASTER_ADDR" in os.environ:
+            _variable("MASTER_PORT", "", range(2**16))
+        _variable("LOCAL_WORLD_SIZE", "1", range(1, 2**31))
         return Rank(
-            index=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_index=int(os.environ.get("LOCAL_RANK", "0")),
+            index=_variable("RANK", "0", range(world_size), f", with WORLD_SIZE={world_size}"),
+            world_size=world_size,
+            local_index=_variable("LOCAL_RANK", "0", range(2**31)),
             host=socket.gethostname(),
         )
 
     def __str__(self) -> str:
         return f"rank {self.index} on {self.host}"
+
+
+def _variable(name: str, default: str, allowed: range, reason: str = "") -> int:
+    value = os.environ.get(name, default)
+    if not value.isdecimal() or int(value) not in allowed:
+        raise ConfigError(f"{name}={value} in the environment: allowed: {allowed[0]} to {allowed[-1]}{reason}; {_REMEDY}")
+    return int(value)
 
 
 def configure_logging(rank: Rank) -> None:

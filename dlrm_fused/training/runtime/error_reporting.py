@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from dlrm_fused.errors import UserError
+from dlrm_fused.errors import ConfigError, UserError
 from dlrm_fused.launcher import end_with_torchrun
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
 from dlrm_fused.training.runtime.environment import Rank, configure_logging
@@ -43,7 +45,10 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
     A run that a signal has stopped ends with status 128 + its number.
     """
     end_with_torchrun()
-    rank = Rank.from_environment()
+    try:
+        rank = Rank.from_environment()
+    except ConfigError as error:  # whom else to tell is not known
+        sys.exit(f"{socket.gethostname()} ERROR {error}")
     configure_logging(rank)
     threading.excepthook = _thread_failed
     error_store = ErrorStore(rank)
