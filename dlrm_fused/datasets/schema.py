@@ -116,7 +116,7 @@ class PreparedInfo:
             for name in _SINCE_VERSION_3:
                 del content["schema"][name]
         temporary = folder / (SCHEMA_FILE + ".partial")
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         files = {name: FileSums.of(folder / name) for name in _files_below(folder)}
         Checksums({}, {SCHEMA_FILE: FileSums.of(temporary), **files}).save(folder)
         temporary.replace(folder / SCHEMA_FILE)
@@ -133,7 +133,7 @@ class PreparedInfo:
         if checksums is not None and path.exists():
             checksums.check(folder, SCHEMA_FILE, DataError, PREPARE_AGAIN)
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             version = content.pop("format_version")
             schema = content.pop("schema")
             info = PreparedInfo(

@@ -358,7 +358,7 @@ class Transformation:
             **({"table_format": self.table_format.saved()} if self.table_format.saved() else {}),
         }
         content["digest"] = self.digest or self._digest(content)
-        (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _digest(self, content: dict[str, Any]) -> str:
         of_values = {**content, "dense": _rounded(content["dense"]), "table_format": self._format_of_values()}
@@ -384,7 +384,7 @@ class Transformation:
         """
         path = folder / TRANSFORMATION_FILE
         try:
-            return str(json.loads(path.read_text()).get("digest", ""))
+            return str(json.loads(path.read_text(encoding="utf-8")).get("digest", ""))
         except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
 
@@ -398,7 +398,7 @@ class Transformation:
         path = folder / TRANSFORMATION_FILE
         _check_bytes(folder)
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format_version"]
             if version not in range(1, FORMAT_VERSION + 1):
                 raise DataError(

@@ -83,7 +83,7 @@ class MlperfLog:
         if "run_start" not in kept.values():
             kept = {}
         replace_text(path, "".join(kept))
-        self._file = path.open("a")
+        self._file = path.open("a", encoding="utf-8")
         if not kept:
             self._write(_START, "init_start", seconds=psutil.Process().create_time())
             for key, value in facts.items():
@@ -155,7 +155,7 @@ class MlperfLog:
     def _kept(self, path: Path, step: int, made_again: Sequence[str]) -> dict[str, str]:
         """Return the complete lines up to a step, each with its key, without the end of the run."""
         samples, kept = step * self._batch, dict[str, str]()
-        for line in path.read_text().splitlines(keepends=True):
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 event: dict[str, Any] = json.loads(line.removeprefix(_PREFIX))
                 key, of_step, split = event["key"], event["metadata"].get("samples_count", 0), event["metadata"].get("split")

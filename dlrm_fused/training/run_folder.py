@@ -13,7 +13,7 @@ from dlrm_fused.config import Config, TableConfig, Windows, flatten, to_yaml
 from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.identity import difference, digests_of, is_unknown
 from dlrm_fused.errors import CheckpointError, ConfigError
-from dlrm_fused.records import parse_record, read_json
+from dlrm_fused.records import parse_record, read_json, replace_text
 from dlrm_fused.training.checkpoint import CheckpointFolder
 
 logger = logging.getLogger("dlrm_fused")
@@ -123,7 +123,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.path.mkdir(exist_ok=True)
             (self.path / "summary.json").unlink(missing_ok=True)
-            (self.path / "config.yaml").write_text(to_yaml(config))
+            replace_text(self.path / "config.yaml", to_yaml(config))
         except OSError as error:
             raise ConfigError(f"output_dir={config.output_dir}: {error.filename} cannot be written: {error.strerror}") from None
         return step

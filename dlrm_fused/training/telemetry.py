@@ -228,10 +228,10 @@ def _train_group(name: str) -> str:
 
 def _open_metrics(path: Path, resume_step: int, made_again: Sequence[str]) -> TextIO:
     if resume_step and path.exists():
-        lines = path.read_text().splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         replace_text(path, "".join(line for line in lines if _is_complete_up_to(line, resume_step, made_again)))
-        return path.open("a")
-    return path.open("w")
+        return path.open("a", encoding="utf-8")
+    return path.open("w", encoding="utf-8")
 
 
 def _is_complete_up_to(line: str, step: int, made_again: Sequence[str]) -> bool:

@@ -194,7 +194,7 @@ class Trainer:
         self._paths = self._sharded.paths
         text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding, self._paths)
         if self._rank.index == 0:
-            (self._folder.path / "plan.txt").write_text(text)
+            (self._folder.path / "plan.txt").write_text(text, encoding="utf-8")
             logger.info("sharding plan:\n%s", text)
         self._writer.text("plan", text)
 

@@ -1,6 +1,10 @@
 """Whether a run starts, continues or is left alone, and which checkpoints it has."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -45,6 +49,31 @@ class TestStart:
     def test_a_new_run_begins_at_step_0_with_its_config_saved(self, folder, config):
         assert folder.prepare(config) == 0
         assert flatten(load_config(folder.path / "config.yaml")) == flatten(config)
+
+    def test_its_config_is_in_utf_8_whatever_the_locale(self, folder, config):
+        code = (
+            "import sys; from dlrm_fused.config import TableConfig, load_config;"
+            "from dlrm_fused.training.run_folder import RunFolder;"
+            "config = load_config(sys.argv[1]); config.embedding.tables['\\xfc'] = TableConfig();"
+            "RunFolder(config.run_dir).prepare(config)"
+        )
+        folder.prepare(config)
+        ascii_locale = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        subprocess.run([sys.executable, "-c", code, str(folder.path / "config.yaml")], env=ascii_locale, check=True)
+        assert list(load_config(folder.path / "config.yaml").embedding.tables) == ["ü"]
+
+    def test_a_config_that_cannot_be_written_leaves_the_one_before(self, folder, config, monkeypatch):
+        """As on a full disk; without its settings a run could be neither evaluated nor continued."""
+        folder.prepare(config)
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        config.training.max_steps = 7
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            folder.prepare(config)
+        assert load_config(folder.path / "config.yaml").training.max_steps == Config().training.max_steps
 
     def test_a_run_with_a_checkpoint_continues_from_the_last(self, folder, config):
         for step in (10, 20):

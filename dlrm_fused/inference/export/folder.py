@@ -96,8 +96,8 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     info["reads_times"] = getattr(weights.model, "reads_times", False)
     if not getattr(dataset, "has_dense", True):
         info["dense_features"] = []
-    (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")
-    (folder / "config.yaml").write_text(to_yaml(saved.config))
+    (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.yaml").write_text(to_yaml(saved.config), encoding="utf-8")
     _write_loader(folder)
     program = export_dense_part(weights.model, saved.config, schema)
     archive = io.BytesIO()  # torch does not tell a full disk from other failures
@@ -117,7 +117,7 @@ def _write_loader(folder: Path) -> None:
     while wanted:
         module = wanted.pop()
         if module not in sources:
-            sources[module] = Path(str(import_module(module).__file__)).read_text()
+            sources[module] = Path(str(import_module(module).__file__)).read_text(encoding="utf-8")
             wanted += _OWN_IMPORT.findall(sources[module])
     # A process may load models of several releases, each with its own code.
     package = f"{_CARRIED}_{hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:8]}"
@@ -127,9 +127,11 @@ def _write_loader(folder: Path) -> None:
         name = module.rpartition(".")[2]
         text = _OWN_IMPORT.sub(lambda found: f"from {package}.{found[1].rpartition('.')[2]} import", source)
         if module == loader.__name__:  # users may load this file by its path
-            (folder / f"{name}.py").write_text(text.replace(f"from {package}", f"{_FIND_PACKAGE}from {package}", 1))
+            (folder / f"{name}.py").write_text(
+                text.replace(f"from {package}", f"{_FIND_PACKAGE}from {package}", 1), encoding="utf-8"
+            )
         else:
-            (folder / package / f"{name}.py").write_text(text)
+            (folder / package / f"{name}.py").write_text(text, encoding="utf-8")
 
 
 def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_dtype: str) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _check_transformation(made_by: Transformation, schema: DatasetSchema, folder
 
 def _add_quality(folder: Path, quality: Mapping[str, Quality]) -> None:
     path = folder / MANIFEST
-    info = json.loads(path.read_text())
+    info = json.loads(path.read_text(encoding="utf-8"))
     by_label = {label: {**dataclasses.asdict(each), "auc_difference": each.auc_difference} for label, each in quality.items()}
     quality_info = by_label if len(by_label) > 1 else next(iter(by_label.values()))
-    path.write_text(json.dumps({**info, "quality": quality_info}, indent=2) + "\n")
+    path.write_text(json.dumps({**info, "quality": quality_info}, indent=2) + "\n", encoding="utf-8")

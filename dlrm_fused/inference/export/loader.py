@@ -266,7 +266,7 @@ def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
     if not path.is_dir():
         return PreparedRows(info)
     trained_with = info.get("data", {}).get("transformation")
-    found = json.loads((path / "transformation.json").read_text()).get("digest")
+    found = json.loads((path / "transformation.json").read_text(encoding="utf-8")).get("digest")
     if trained_with is not None and trained_with != found:
         raise ValueError(f"{path}: is another transformation than the model was trained with; export the model again")
     return TableRows(info, path)

@@ -137,7 +137,8 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
         info, _ = write_set(
             table.files, table.columns, transformation, table.split, table.interactions, folder, options.workers, origin
         )
-        (folder / PROPOSED_CONFIG).write_text(proposed_config(info.schema, info.samples["train"], options.output))
+        config = proposed_config(info.schema, info.samples["train"], options.output)
+        (folder / PROPOSED_CONFIG).write_text(config, encoding="utf-8")
     for line in suspects(survey):
         print(line, file=sys.stderr)
     return info
