@@ -17,16 +17,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.embedding_all_to_all import pooled_all_to_all
 from dlrm_fused.sharding.distinct_bags import DistinctBags
-from dlrm_fused.sharding.exchange import Call, Exchange, FusedPath
+from dlrm_fused.sharding.exchange import Call, Exchange
 
 
-class CpuPath(FusedPath):
-    """Lookup by FBGEMM, and delivery by copies.
+class CpuPath:
+    """Lookup by FBGEMM, and delivery by copies. Implements :class:`~dlrm_fused.sharding.paths.Path`.
 
     Args:
         keyed: the features that keys of batches are for, see :class:`~dlrm_fused.sharding.distinct_bags.BatchKeys`; None if
@@ -36,12 +39,25 @@ class CpuPath(FusedPath):
     def __init__(
         self, module: ShardedEmbeddingBagCollection, exchange: Exchange, keyed: Sequence[tuple[str, int]] | None
     ) -> None:
-        super().__init__(module, exchange)
+        self.exchange, self.shardings = exchange, exchange.shardings
+        self._lookups = [compat.lookups(module)[i] for i in self.shardings]
         self._distinct: DistinctBags | None = None
         workspace = exchange.workspace
         if keyed is not None and workspace.layout.row_dim is not None:
             self._distinct = DistinctBags(module, workspace.group, self.shardings, keyed, workspace.layout)
-        self.reads_keys = self._distinct is not None
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether it needs the keys of the bags of a batch."""
+        return self._distinct is not None
+
+    def deliver(
+        self, module: ShardedEmbeddingBagCollection, ctx: EmbeddingBagCollectionContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Look up and deliver a batch. Collective."""
+        others = self.exchange.begin_others(module, ctx, input)
+        pooled = self.look_up(self.exchange.call(ctx, input))
+        return self.exchange.output(module, ctx, pooled, others)
 
     def look_up(self, call: Call) -> Tensor:
         """Return the pooled embeddings of this rank's bags, [local batch, columns]. Collective."""
@@ -54,3 +70,7 @@ class CpuPath(FusedPath):
         if self._distinct is not None and call.own_keys is not None:
             distinct = self._distinct.rows(call.own_keys, call.features, call.batch_sizes)
         return pooled_all_to_all(self.exchange.workspace, pooled, call.batch_sizes, distinct, call.gradient_scale)
+
+    def release(self) -> None:
+        """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
+        self.exchange.workspace.release()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -155,32 +154,6 @@ class Exchange:
             runs[begin] = runs.get(begin, 0) + width
             previous = sharding
         return {begin: output} if len(runs) == 1 else dict(zip(runs, output.split(list(runs.values()), dim=1), strict=True))
-
-
-class FusedPath(ABC):
-    """The part that both fused paths share. Implements :class:`~dlrm_fused.sharding.paths.Path`."""
-
-    reads_keys = False
-
-    def __init__(self, module: ShardedEmbeddingBagCollection, exchange: Exchange) -> None:
-        self.exchange, self.shardings = exchange, exchange.shardings
-        self._lookups = [compat.lookups(module)[i] for i in self.shardings]
-
-    def deliver(
-        self, module: ShardedEmbeddingBagCollection, ctx: EmbeddingBagCollectionContext, input: KJTList
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Look up and deliver a batch. Collective."""
-        others = self.exchange.begin_others(module, ctx, input)
-        pooled = self.look_up(self.exchange.call(ctx, input))
-        return self.exchange.output(module, ctx, pooled, others)
-
-    @abstractmethod
-    def look_up(self, call: Call) -> Tensor:
-        """Return the pooled embeddings of this rank's bags, [local batch, columns]. Collective."""
-
-    def release(self) -> None:
-        """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
-        self.exchange.workspace.release()
 
 
 def next_number(group: SymmetricGroup) -> int:

@@ -17,30 +17,43 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.sharding.exchange import Call, Exchange, FusedPath
+from dlrm_fused.sharding.exchange import Call, Exchange
 from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
 from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll
 from dlrm_fused.symmetric import abort_peers_on_error
 
 
-class GpuPath(FusedPath):
-    """Lookup and delivery by kernels.
+class GpuPath:
+    """Lookup and delivery by kernels. Implements :class:`~dlrm_fused.sharding.paths.Path`.
 
     Args:
         check_indices: wrong ids are kept for the workspace's own check, where FBGEMM would replace them by 0.
     """
 
+    reads_keys = False
+
     def __init__(self, module: ShardedEmbeddingBagCollection, exchange: Exchange, *, check_indices: bool) -> None:
-        super().__init__(module, exchange)
+        self.exchange, self.shardings = exchange, exchange.shardings
+        self._lookups = [compat.lookups(module)[i] for i in self.shardings]
         self._modules = [own for lookup in self._lookups for own in compat.embedding_modules(lookup)]
         self._tables = FbgemmTables([own.emb_module for own in self._modules], checks_bounds=not check_indices)
         self._tables.attach_to(exchange.workspace)
         self._replayed = ReplayedEmbeddingAllToAll(exchange.workspace, self._tables.inputs_without_weights)
+
+    def deliver(
+        self, module: ShardedEmbeddingBagCollection, ctx: EmbeddingBagCollectionContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Look up and deliver a batch. Collective."""
+        others = self.exchange.begin_others(module, ctx, input)
+        pooled = self.look_up(self.exchange.call(ctx, input))
+        return self.exchange.output(module, ctx, pooled, others)
 
     def look_up(self, call: Call) -> Tensor:
         """Return the pooled embeddings of this rank's bags, [local batch, columns]. Collective."""
@@ -62,6 +75,10 @@ class GpuPath(FusedPath):
             return self._replayed(indices, offsets, call.batch_sizes, call.gradient_scale)
         inputs = self._tables.inputs(indices, offsets, weights)
         return embedding_all_to_all(workspace, *inputs, call.batch_sizes, call.gradient_scale)
+
+    def release(self) -> None:
+        """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
+        self.exchange.workspace.release()
 
 
 def _weights(lookup: Any, module: Any, features: KeyedJaggedTensor) -> Tensor | None:

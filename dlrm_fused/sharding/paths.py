@@ -23,7 +23,7 @@ from dlrm_fused.clocks import CudaClock, HostClock
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.compat.fbgemm import read_steps_anew
 from dlrm_fused.sharding.cpu_path import CpuPath
-from dlrm_fused.sharding.exchange import Exchange, FusedPath
+from dlrm_fused.sharding.exchange import Exchange
 from dlrm_fused.sharding.gpu_path import GpuPath
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
@@ -86,7 +86,7 @@ class FusedSettings:
     keyed: Sequence[tuple[str, int]] | None
 
 
-def fused_path(module: ShardedEmbeddingBagCollection, settings: FusedSettings, shardings: Sequence[int]) -> FusedPath:
+def fused_path(module: ShardedEmbeddingBagCollection, settings: FusedSettings, shardings: Sequence[int]) -> GpuPath | CpuPath:
     """Make the fused path of some sharding types for the device of the ranks. Collective."""
     exchange = Exchange(module, settings.options, settings.group, shardings, settings.output_dtype)
     if uses_kernels(settings.group.device):
