@@ -90,6 +90,20 @@ def checkpointed() -> dict[str, tuple[bool, bool]]:
     return found
 
 
+def by_compiled_autograd() -> dict[str, bool]:
+    """On a rank: by operator, whether a compiled backward pass of a call in eager mode has the gradients of an eager one."""
+    found = {}
+    with cpu_group() as group:
+        for name, (call, leaves) in calls(group).items():
+            wanted = torch.autograd.grad(call().square().sum(), leaves)
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                call().square().sum().backward()
+            found[name] = all(torch.equal(leaf.grad, one) for leaf, one in zip(leaves, wanted, strict=True))
+            for leaf in leaves:
+                leaf.grad = None
+    return found
+
+
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([one.square().sum() for one in tensors]).sum()
 
@@ -107,4 +121,10 @@ def test_there_are_first_derivatives_alone(hosts: tuple[int, ...]) -> None:
 def test_activation_checkpointing_changes_no_gradient(hosts: tuple[int, ...]) -> None:
     for by_operator in run_ranks(RANKS, on_hosts, hosts, checkpointed):
         assert by_operator == dict.fromkeys(by_operator, (True, True))
+        assert len(by_operator) == 6
+
+
+def test_a_backward_pass_that_torch_compiles_by_itself_changes_no_gradient() -> None:
+    for by_operator in run_ranks(RANKS, by_compiled_autograd):
+        assert by_operator == dict.fromkeys(by_operator, True)
         assert len(by_operator) == 6

@@ -248,7 +248,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> list[Tensor]:
     saved = list(ctx.saved_tensors)
     lookups = saved[:count], saved[count : 2 * count], saved[2 * count :]
     inputs = gradient, *lookups, ctx.batch_sizes, ctx.handle, ctx.gradient_scale
-    if ctx.prefetched_sort is None:
+    if ctx.prefetched_sort is None or needs_dispatcher():  # compiled autograd would trace what it runs
         return torch.ops.dlrm_fused.embedding_all_to_all_backward(*inputs)
     return update_tables(*inputs, ctx.prefetched_sort)
 

@@ -202,4 +202,6 @@ class _PooledAllToAll(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_gradients(ctx, gradient, _return_gradients)
+        by_dispatcher = needs_dispatcher((gradient,))  # compiled autograd would trace what it runs
+        backward = torch.ops.dlrm_fused.pooled_all_to_all_backward if by_dispatcher else _return_gradients
+        return None, None, *_gradients(ctx, gradient, backward)

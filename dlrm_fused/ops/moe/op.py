@@ -313,4 +313,5 @@ class _ExpertLayer(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, gradient, _backward)
+        by_dispatcher = needs_dispatcher()  # compiled autograd would trace what it runs
+        return _gradients(ctx, gradient, torch.ops.dlrm_fused.expert_layer_backward if by_dispatcher else _backward)
