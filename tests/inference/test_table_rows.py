@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +18,7 @@ from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import Transformation
-from dlrm_fused.errors import DataError
+from dlrm_fused.errors import ConfigError, DataError
 from dlrm_fused.inference.export.loader import InputError, Model, TableRows, load, read_rows, rows_of
 from tests.distributed.launch import start_training
 from tests.inference.exporting import export, predictions_of_eval
@@ -60,6 +62,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(run: Path) -> Model:
     export(run, run.parent / "model")
     return load(run.parent / "model")
+
+
+def test_a_full_disk_is_told_in_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path, **_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    for copy in ("copyfile", "copy2"):
+        monkeypatch.setattr(shutil, copy, full)
+    with pytest.raises(ConfigError, match=r"^--output .*model: cannot be written: No space left on device$"):
+        export(run, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

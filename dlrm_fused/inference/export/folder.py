@@ -89,7 +89,9 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     source = transformation_of(saved.config)
     if source is not None:
         _check_transformation(Transformation.load(source), schema, source)
-        shutil.copytree(source, folder / TRANSFORMATION)
+        (folder / TRANSFORMATION).mkdir()
+        for path in filter(Path.is_file, source.iterdir()):  # copytree's errors have no reason, but those of all files
+            shutil.copyfile(path, folder / TRANSFORMATION / path.name)
     # A stored set may have larger ids, which are taken modulo the rows of the model's tables.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
