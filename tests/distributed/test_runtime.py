@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -92,6 +93,12 @@ def test_an_error_of_one_rank_ends_a_rank_that_waits_for_it(tmp_path):
     assert "rank 1 ERROR file.txt: line 3 is malformed" in errors(ended)
     assert "Traceback" not in ended.output
     assert ended.seconds < 60
+
+
+def test_what_the_operating_system_refuses_is_one_line_with_the_file(tmp_path):
+    ended = run(tmp_path, partial(fail_on_rank_1, OSError(errno.ENAMETOOLONG, "File name too long", "runs/aaa")))
+    assert "rank 1 ERROR runs/aaa: File name too long" in errors(ended)
+    assert "Traceback" not in ended.output
 
 
 def test_an_error_that_is_nobodys_input_comes_with_its_traceback_once(tmp_path):

@@ -27,12 +27,20 @@ _MENDABLE = {
     errno.EACCES,
     errno.EDQUOT,
     errno.EEXIST,
+    errno.EFBIG,
+    errno.EIO,
     errno.EISDIR,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENAMETOOLONG,
+    errno.ENFILE,
     errno.ENOENT,
     errno.ENOSPC,
     errno.ENOTDIR,
+    errno.ENOTEMPTY,
     errno.EPERM,
     errno.EROFS,
+    errno.ESTALE,
 }
 
 
