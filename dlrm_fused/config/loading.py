@@ -5,6 +5,7 @@ Everything is compared with the schema before OmegaConf merges it, so that what 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -43,6 +44,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _check_references(config, Config, "")
     typed = cast(Config, OmegaConf.to_object(config))
     _apply_defaults_of_source(typed.data, [tree.get("data", {}) for tree in trees])
+    for group, name in ((typed, "output_dir"), (typed.data, "path"), (typed.checkpoint, "warm_start")):
+        # Shells leave the ~ of output_dir=~/runs as it is.
+        setattr(group, name, os.path.expanduser(getattr(group, name)))
     check_consistency(typed)
     return typed
 

@@ -46,6 +46,13 @@ class TestReading:
     def test_the_last_of_two_overrides_wins(self, load):
         assert load("seed=3", "seed=4").seed == 4
 
+    def test_paths_begin_at_the_home_of_the_user(self, load, monkeypatch):
+        """The shell has left the ~ as it is; a folder of that name is never meant."""
+        monkeypatch.setenv("HOME", "/home/me")
+        config = load("output_dir=~/runs", "data.path=~/mine", "checkpoint.warm_start=~/runs/a", yaml="name: b")
+        assert (config.run_dir, config.data.path) == (Path("/home/me/runs/b"), "/home/me/mine")
+        assert config.checkpoint.warm_start == "/home/me/runs/a"
+
     def test_parquet_has_a_smaller_window_unless_one_is_set(self, load):
         parquet = "data: {source: parquet, path: logs}"
         assert load(yaml=parquet).data.shuffle_window_rows == PARQUET_WINDOW_ROWS < Config().data.shuffle_window_rows

@@ -222,6 +222,11 @@ class TestNames:
             with pytest.raises(DataError, match=r"given twice, so its rows would count twice"):
                 find_files(["a.csv", str(other)])
 
+    def test_patterns_begin_at_the_home_of_the_user(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        self.touch(tmp_path, "a.csv")
+        assert find_files(["~/*.csv"]) == [tmp_path / "a.csv"]
+
     def test_columns_of_the_path(self, tmp_path):
         for day in ("2024-01-01", "__HIVE_DEFAULT_PARTITION__", "a%20b"):
             folder = tmp_path / f"dt={day}" / "hour=07"

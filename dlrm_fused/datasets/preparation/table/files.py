@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ def find_files(patterns: Sequence[str], option: str = "--input") -> list[Path]:
     """
     paths: dict[Path, Path] = {}  # by where they are, whatever names they go by
     for pattern in patterns:
+        pattern = os.path.expanduser(pattern)  # the shell does so without quotes alone
         found = sorted(glob.glob(pattern, recursive=True)) or ([pattern] if Path(pattern).exists() else [])
         if not found:
             raise DataError(f"{option} {pattern}: no such file; put a pattern such as 'logs/*.parquet' in quotes")
