@@ -12,10 +12,12 @@ from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any
 
+from dlrm_fused.datasets.values import is_number
 from dlrm_fused.errors import DataError
 
 UNITS = ("s", "ms", "us", "ns")
 MICROSECONDS = 1_000_000  # of a second
+_LONGEST_NUMBER = 400  # digits, and the largest power of ten: float64 has 308
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -131,12 +133,16 @@ def _microseconds(when: datetime) -> int:
 
 
 def _number(value: object) -> Fraction | None:
-    """Return a finite number, or the text of one; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, Real | Decimal | str):
+    """Return a finite number, or the text of one; None for anything else, and for numbers beyond those of float64."""
+    if isinstance(value, str):  # Fraction would take 1/2 and 1_000, too
+        value = Decimal(value.strip()) if len(value) <= _LONGEST_NUMBER and is_number(value.strip()) else None
+    if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) > _LONGEST_NUMBER:
+        return None  # its power of ten would take all memory, and hours
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
         return None
     try:
-        return Fraction(value if isinstance(value, Rational | Decimal | str) else float(value))
-    except (ValueError, OverflowError, ZeroDivisionError):
+        return Fraction(value if isinstance(value, Rational | Decimal) else float(value))
+    except (ValueError, OverflowError):
         return None
 
 

@@ -34,7 +34,7 @@ class NullMarkers:
 
     @cached_property
     def numbers(self) -> frozenset[float]:
-        return frozenset(float(marker) for marker in self.markers if _NUMBER.fullmatch(marker))
+        return frozenset(float(marker) for marker in self.markers if is_number(marker))
 
     @cached_property
     def wholes(self) -> frozenset[int]:
@@ -43,6 +43,11 @@ class NullMarkers:
 
 
 NONE = NullMarkers()
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number as Arrow reads it, NaN and infinity included."""
+    return bool(_NUMBER.fullmatch(text))
 
 
 def number_of(value: object, nulls: NullMarkers = NONE) -> float:
@@ -58,7 +63,7 @@ def number_of(value: object, nulls: NullMarkers = NONE) -> float:
             return math.nan
         if text.lower() in TRUTHS:
             return float(TRUTHS[text.lower()])
-        if not _NUMBER.fullmatch(text):
+        if not is_number(text):
             raise ValueError(value)
         value = float(text)
     if value is None:
@@ -92,7 +97,7 @@ def whole_of(value: object, nulls: NullMarkers = NONE) -> int | None:
         raise ValueError(value)
     # Beyond 2^63, a float tells no number of 64 bits from the next ones.
     limits = WHOLE_NUMBERS if not isinstance(value, float) else range(-(2**63), 2**63)
-    if value != int(value) or int(value) not in limits:
+    if not limits.start <= value < limits.stop or value != int(value):  # int() of a large decimal could take hours
         raise ValueError(value)
     whole = int(value)
     return None if whole in nulls.wholes else whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -159,6 +160,18 @@ def test_one_value_that_is_no_time_is_refused(name: str) -> None:
     times = REFUSED[name]
     with pytest.raises(ValueError, match=r"\S"):
         TableFormat(time=times.time_format).microseconds(times.values[-1])
+
+
+@pytest.mark.parametrize("text", ["1e10000000", "1e-10000000", "0e10000000", "0." + "1" * 10**6, "1/2", "1_000", "٣"])
+def test_one_number_that_no_column_has_is_refused_at_once(text: str) -> None:
+    """A service would compute the powers of ten for hours, in one request."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"\S"):
+        TableFormat().microseconds(text)
+    if "e" in text:
+        with pytest.raises(ValueError, match=r"\S"):
+            TableFormat().microseconds(Decimal(text))
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("times", REFUSED.values(), ids=REFUSED.keys())
