@@ -5,6 +5,7 @@ All values are int64, as a NumPy array or a tensor, and stand for 64 random bits
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -43,6 +44,17 @@ def split_mix(key: int | Tensor, counter: Bits) -> Bits:
 def combine(left: Bits, right: Bits) -> Bits:
     """Hash of two hashes, broadcast over each other."""
     return _mix(left ^ right)
+
+
+def combine_all(left: int, others: Iterable[int]) -> int:
+    """Return the hash of ``left`` with one number of 64 bits after the other, as :func:`combine` does for arrays."""
+    z, bits = left, 2**64 - 1
+    for other in others:
+        z = (z ^ other) & bits
+        z = (z ^ z >> 30) * _MIX_1 & bits
+        z = (z ^ z >> 27) * _MIX_2 & bits
+        z ^= z >> 31
+    return signed(z)
 
 
 def _mix(z: Bits) -> Bits:

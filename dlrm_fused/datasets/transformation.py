@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_fused.checksums import Checksums
-from dlrm_fused.datasets.hashing import combine, derive_key, split_mix
+from dlrm_fused.datasets.hashing import combine, combine_all, derive_key, split_mix
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.datasets.values import NONE, NullMarkers, text_of, whole_of
 from dlrm_fused.errors import DataError
@@ -43,6 +43,8 @@ CONSTANT = "constant"  # a dense feature that is always 1
 LABEL = "label"  # what the only label of a prepared set is called
 
 _INTEGER_KEY = derive_key(1)
+# Texts up to which Python's arithmetic takes less time than calls of NumPy for each word.
+_FEW_TEXTS = 32
 _TEXT_KEY = derive_key(2)
 _BEYOND_KEY = derive_key(5)  # of whole numbers beyond int64
 
@@ -254,7 +256,7 @@ def text_keys(data: NDArray[np.uint8], offsets: Int) -> Int:
     words = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
     longer = np.flatnonzero(lengths > 0)
     position = 0
-    while longer.size:
+    while longer.size > _FEW_TEXTS:
         rest = lengths[longer] - position
         word = words[starts[longer] + position]
         unused_bits = (8 * np.maximum(8 - rest, 0)).astype(np.uint64)
@@ -262,6 +264,10 @@ def text_keys(data: NDArray[np.uint8], offsets: Int) -> Int:
         keys[longer] = combine(keys[longer], word.astype(np.uint64).view(np.int64))
         position += 8
         longer = longer[rest > 8]
+    for number in longer.tolist():
+        text = data[starts[number] + position : offsets[number + 1]].tobytes()
+        own_words = np.frombuffer(text + bytes(-len(text) % 8), "<u8")
+        keys[number] = combine_all(int(keys[number]), own_words.tolist())
     return keys
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from dlrm_fused.datasets.table_format import TableFormat
 from dlrm_fused.datasets.transformation import (
+    _FEW_TEXTS,
     FIRST_HASHED,
     FIRST_KEPT,
     MISSING,
@@ -62,6 +64,18 @@ def test_the_key_of_a_text_does_not_depend_on_its_neighbours() -> None:
     together = text_keys(*packed(TEXTS))
     for text, key in zip(TEXTS, together, strict=True):
         assert text_keys(*packed([text])).tolist() == [key]
+
+
+@pytest.mark.parametrize("count", [_FEW_TEXTS - 1, _FEW_TEXTS + 1])
+def test_of_many_texts_some_may_be_long(count: int) -> None:
+    texts = ["x" * (3 * number) for number in range(count)] + ["y" * 1001]
+    assert text_keys(*packed(texts)).tolist() == [int(text_keys(*packed([text]))[0]) for text in texts]
+
+
+def test_a_text_of_a_megabyte_does_not_hold_up_a_service() -> None:
+    began = time.process_time()
+    text_keys(*packed(["x" * 1_000_000]))
+    assert time.process_time() - began < 2.0
 
 
 def test_keys_never_change() -> None:
