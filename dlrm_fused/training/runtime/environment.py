@@ -29,7 +29,8 @@ class Rank:
 
     @staticmethod
     def from_environment() -> Rank:
-        """
+        """Return which rank the environment says this process is; alone where it says nothing.
+
         Raises:
             ConfigError: if the environment does not say which rank this is, or contradicts itself.
         """
