@@ -87,11 +87,11 @@ class DecodedRowGroup:
 def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
     """Return the row groups of ``folder/*.parquet`` in the order of the names, and the columns of all files.
 
-    Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do.
+    Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do, and files without rows.
 
     Raises:
-        DataError: if there is no such file, or one is damaged, empty, or has other columns than the first; or if there are
-            files in folders of it, such as the partitions of Spark and Hive.
+        DataError: if there is no such file, or one is damaged or has other columns than the first, or none has rows; or if
+            there are files in folders of it, such as the partitions of Spark and Hive.
     """
     paths = _visible(folder.glob("*.parquet"), folder)
     if deeper := _visible(folder.rglob("*/*.parquet"), folder):
@@ -106,14 +106,15 @@ def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
     for path in paths:
         footer, schema = _read_footer(path)
         if footer.num_rows == 0:
-            raise DataError(f"{path}: holds no rows; remove it")
+            continue  # Spark writes a file for each partition
         if twice := [name for name in schema.names if schema.names.count(name) > 1]:
             raise DataError(f"{path}: several columns are named {twice[0]}; rename them")
         first = schema if first is None else first
-        check_same_columns(schema, str(path), first, str(paths[0]))
+        check_same_columns(schema, str(path), first, str(groups[0].path if groups else path))
         numbers = range(footer.num_row_groups)
         groups += [RowGroup(path, footer, number) for number in numbers if footer.row_group(number).num_rows]
-    assert first is not None
+    if first is None:
+        raise DataError(f"{folder}: its files hold no rows; data.path={folder.parent} needs samples for each split")
     return groups, first
 
 

@@ -171,7 +171,7 @@ def _overwrite_pages(path: Path) -> None:
         ),
         (
             lambda path: pq.write_table(pa.table(GOOD).slice(0, 0), path),
-            "set/train/a.parquet: holds no rows; remove it",
+            "set/train: its files hold no rows; data.path=set needs samples for each split",
         ),
     ],
 )
@@ -280,6 +280,13 @@ def test_a_failure_leaves_no_half_written_files(tmp_path: Path, monkeypatch, cap
 @pytest.mark.parametrize("name", ["_b.parquet", ".b.parquet", "_temporary/0/b.parquet", ".tmp/b.parquet"])
 def test_hidden_files_are_not_read(config: Config, name: str) -> None:
     write(Path(config.data.path) / "train" / name, user=pa.array([99] * 4))
+    train(config)
+
+
+@pytest.mark.parametrize("name", ["0.parquet", "b.parquet"])
+def test_files_without_rows_are_left_out(config: Config, name: str) -> None:
+    """Spark writes some, and pandas such without types."""
+    write(Path(config.data.path) / "train" / name, **dict.fromkeys(GOOD, pa.nulls(0)))
     train(config)
 
 
