@@ -83,6 +83,11 @@ class DatasetSchema:
         """All features that have an embedding table; their names differ."""
         return self.sparse_features + self.token_features
 
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether as many samples have as many ids of each feature."""
+        return not self.token_features and not any(feature.jagged for feature in self.sparse_features)
+
     def with_table_rows(self, rows: Sequence[int]) -> DatasetSchema:
         """Return the schema with other numbers of rows, in order of :attr:`tables`."""
         features = tuple(replace(feature, rows=count) for feature, count in zip(self.tables, rows, strict=True))

@@ -26,26 +26,26 @@ from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.sharding.exchange import Call, Exchange
 from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
+from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll
 from dlrm_fused.symmetric import abort_peers_on_error
 
 
 class GpuPath:
-    """Lookup and delivery by kernels. Implements :class:`~dlrm_fused.sharding.paths.Path`.
-
-    Args:
-        check_indices: wrong ids are kept for the workspace's own check, where FBGEMM would replace them by 0.
-    """
+    """Lookup and delivery by kernels. Implements :class:`~dlrm_fused.sharding.paths.Path`."""
 
     reads_keys = False
 
-    def __init__(self, module: ShardedEmbeddingBagCollection, exchange: Exchange, *, check_indices: bool) -> None:
+    def __init__(self, module: ShardedEmbeddingBagCollection, exchange: Exchange, options: FusedOptions) -> None:
         self.exchange, self.shardings = exchange, exchange.shardings
         self._lookups = [compat.lookups(module)[i] for i in self.shardings]
         self._modules = [own for lookup in self._lookups for own in compat.embedding_modules(lookup)]
-        self._tables = FbgemmTables([own.emb_module for own in self._modules], checks_bounds=not check_indices)
+        # Wrong ids are kept for the workspace's own check, where FBGEMM would replace them by 0.
+        checks_bounds = not options.check_indices
+        self._tables = FbgemmTables([own.emb_module for own in self._modules], checks_bounds=checks_bounds)
         self._tables.attach_to(exchange.workspace)
-        self._replayed = ReplayedEmbeddingAllToAll(exchange.workspace, self._tables.inputs_without_weights)
+        prepare, fixed = self._tables.inputs_without_weights, options.fixed_shapes
+        self._replayed = ReplayedEmbeddingAllToAll(exchange.workspace, prepare, fixed_shapes=fixed)
 
     def deliver(
         self, module: ShardedEmbeddingBagCollection, ctx: EmbeddingBagCollectionContext, input: KJTList

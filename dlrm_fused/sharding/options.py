@@ -35,6 +35,7 @@ class FusedOptions:
     timeout_seconds: float
     check_indices: bool = False
     in_feature_order: bool = False
+    fixed_shapes: bool = False
 
     @classmethod
     def of(
@@ -49,6 +50,7 @@ class FusedOptions:
         timeout_seconds: float,
         check_indices: bool = False,
         in_feature_order: bool = False,
+        fixed_shapes: bool = False,
     ) -> Self:
         """Return the options of a sharder's arguments.
 
@@ -76,6 +78,7 @@ class FusedOptions:
             timeout_seconds=timeout_seconds,
             check_indices=check_indices,
             in_feature_order=in_feature_order,
+            fixed_shapes=fixed_shapes,
         )
 
 

@@ -101,7 +101,7 @@ def shard(
     at_once: GivesGradientsAtOnce | None = getattr(task, "captured", None)
     flat = FlatDataParallel(at_once) if at_once is not None and groups is None and _uses_all(at_once, task) else None
     sharders: list[ModuleSharder[nn.Module]] = [
-        make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
+        make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype, schema.has_fixed_shapes)
     ]
     describe_table_optimizers(task, config.embedding)
     plan = make_plan(config, schema, task, sharders, device)
@@ -187,12 +187,14 @@ def make_sharder(
     comm: Comm = Comm.baseline,
     strict: bool = False,
     output_dtype: OutputDtype = OutputDtype.fp32,
+    fixed_shapes: bool = False,
 ) -> Sharder | FusedSharder:
     """A sharder with the config's fused optimizer and wire formats.
 
     Args:
         strict: as ``comm_strict``.
         output_dtype: of pooled embeddings; not ``auto``.
+        fixed_shapes: as of :class:`~dlrm_fused.sharding.sharder.FusedEmbeddingBagCollectionSharder`.
 
     Raises:
         ConfigError: if the device lacks one of them.
@@ -217,7 +219,7 @@ def make_sharder(
         return Sharder(fused_params, codecs)
     mode: Mode = AUTO if comm is Comm.auto else FUSED
     # The models read the embeddings in that order, so without a copy.
-    return FusedSharder(fused_params, codecs, mode=mode, strict=strict, in_feature_order=True)
+    return FusedSharder(fused_params, codecs, mode=mode, strict=strict, in_feature_order=True, fixed_shapes=fixed_shapes)
 
 
 def _decoupled_decay(counter_halflife: int) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def fused_path(module: ShardedEmbeddingBagCollection, settings: FusedSettings, s
     """Make the fused path of some sharding types for the device of the ranks. Collective."""
     exchange = Exchange(module, settings.options, settings.group, shardings, settings.output_dtype)
     if uses_kernels(settings.group.device):
-        return GpuPath(module, exchange, check_indices=settings.options.check_indices)
+        return GpuPath(module, exchange, settings.options)
     return CpuPath(module, exchange, settings.keyed)
 
 

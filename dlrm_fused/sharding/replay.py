@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, Generation
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, update_tables
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
+from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.launches import Remembered
 
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps memory for all that a step
@@ -44,10 +46,20 @@ class ReplayedEmbeddingAllToAll:
         workspace: with tables attached. When others are, with other numbers of the optimizer or at other addresses, all is
             captured again.
         prepare: launches the same kernels whatever the values are, and does not wait for the device; is captured, too.
+        fixed_shapes: the shapes of each rank's batches follow from the batch sizes. Between hosts others are not replayed, as
+            are those with row-wise tables, for which the ids decide the shapes.
     """
 
-    def __init__(self, workspace: EmbeddingWorkspace, prepare: Prepare = lambda indices, offsets: (indices, offsets)) -> None:
+    def __init__(
+        self,
+        workspace: EmbeddingWorkspace,
+        prepare: Prepare = lambda indices, offsets: (indices, offsets),
+        *,
+        fixed_shapes: bool = False,
+    ) -> None:
         self._workspace = workspace
+        row_wise = any(lookup.row_wise for of_rank in workspace.layout.lookups for lookup in of_rank)
+        self._has_fixed_shapes = fixed_shapes and not row_wise
         self._prepare = prepare
         self._tables: object = None  # the tables whose steps are counted
         self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
@@ -65,25 +77,36 @@ class ReplayedEmbeddingAllToAll:
     ) -> bool:
         """Return whether a batch is to be run by this, and not by the operator. Collective.
 
-        Between hosts a call is captured on all ranks or on none, as NCCL wants it (its user guide, "Using NCCL with CUDA
-        Graphs"). Shapes of one rank may come again where those of another do not, so ranks agree, once for the batch sizes.
+        Between hosts a call is captured and replayed on all ranks or on none, as NCCL wants it (its user guide, "Using NCCL
+        with CUDA Graphs"). Not all ranks may be covered, so they agree, once for the batch sizes.
 
         Args:
             is_covered: whether this rank's batch is, by :meth:`covers`, and has no weights.
+
+        Raises:
+            UsageError: for a batch of another shape than those before, of the same batch sizes, with ``fixed_shapes``.
         """
         workspace, group = self._workspace, self._workspace.group
-        if not group.hosts.are_many or not group.calls_can_be_captured or not torch.is_grad_enabled():
+        if not group.hosts.are_many or not group.calls_can_be_captured or not torch.is_grad_enabled() or _is_traced():
             return is_covered
-        call = tuple(batch_sizes), gradient_scale
+        if not self._has_fixed_shapes:
+            return False
+        call, key = (tuple(batch_sizes), gradient_scale), _key(indices, offsets, batch_sizes, gradient_scale)
         self._calls[call] = self._calls.get(call, 0) + 1
         if call not in self._agreed:
             if self._calls[call] < _CALLS_BEFORE_AGREEMENT:
                 return is_covered
-            key = _key(indices, offsets, batch_sizes, gradient_scale)
             comes_again = is_covered and self._steps.get(key, 0) > RUNS_BEFORE_CAPTURE
             workspace.forward_channel.assemble()
             self._agreed[call] = key if all(group.gather(lambda: comes_again)) else None
-        return is_covered and self._agreed[call] is not None
+        agreed = self._agreed[call]
+        if agreed is not None and key != agreed:
+            with abort_peers_on_error(workspace.forward_channel):
+                raise UsageError(
+                    f"{workspace.name}: fixed_shapes=True, but a batch of {list(batch_sizes)} samples for the ranks has other "
+                    "numbers of ids than those before; shard the model without fixed_shapes"
+                )
+        return is_covered and agreed is not None
 
     def covers(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         """Return whether replays of a batch do the same as the operator, and are faster.
@@ -101,8 +124,7 @@ class ReplayedEmbeddingAllToAll:
             and not any(tables.rounds_stochastically for tables in workspace.tables)
             and sum(map(Tensor.numel, indices)) <= _MOST_INDICES
             and output_bytes <= _MOST_BYTES
-            and not torch.compiler.is_compiling()
-            and not torch.cuda.is_current_stream_capturing()
+            and not _is_traced()
         )
 
     def __call__(
@@ -146,6 +168,11 @@ class ReplayedEmbeddingAllToAll:
         output = _run(self._workspace, self._prepare, batch)
         output.register_hook(count)
         return output
+
+
+def _is_traced() -> bool:
+    """Return whether a compiler, or a capture of the caller's, takes the call."""
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 def _key(

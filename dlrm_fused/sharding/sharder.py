@@ -42,6 +42,8 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         check_indices: compare every index with its table's rows before the lookup; slow, for debugging. GPUs only.
         in_feature_order: give every output the columns of the module before it was sharded, in the order of its tables'
             features, which the fused path does without a copy. Otherwise they have TorchRec's order, which the plan decides.
+        fixed_shapes: batches of as many samples have as many ids of each feature, on every rank: lookups between GPUs of
+            several hosts may then be replayed as CUDA graphs, and a training batch of another shape is a UsageError.
 
     Raises:
         UsageError: for a wrong argument.
@@ -60,6 +62,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         timeout_seconds: float = 600.0,
         check_indices: bool = False,
         in_feature_order: bool = False,
+        fixed_shapes: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         self._turns = Turns()
@@ -73,6 +76,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             timeout_seconds=timeout_seconds,
             check_indices=check_indices,
             in_feature_order=in_feature_order,
+            fixed_shapes=fixed_shapes,
         )
 
     def shard(
