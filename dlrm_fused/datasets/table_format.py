@@ -17,7 +17,7 @@ from dlrm_fused.errors import DataError
 
 UNITS = ("s", "ms", "us", "ns")
 MICROSECONDS = 1_000_000  # of a second
-_LONGEST_NUMBER = 400  # digits, and the largest power of ten: float64 has 308
+_LONGEST_NUMBER = 300  # digits, and the largest power of ten: in microseconds, too, a float64 then has it
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -133,16 +133,16 @@ def _microseconds(when: datetime) -> int:
 
 
 def _number(value: object) -> Fraction | None:
-    """Return a finite number, or the text of one; None for anything else, and for numbers beyond those of float64."""
-    if isinstance(value, str):  # Fraction would take 1/2 and 1_000, too
-        value = Decimal(value.strip()) if len(value) <= _LONGEST_NUMBER and is_number(value.strip()) else None
-    if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) > _LONGEST_NUMBER:
-        return None  # its power of ten would take all memory, and hours
-    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
-        return None
+    """Return a finite number, or the text of one; None for anything else, and for a power of ten that is no time's."""
     try:
+        if isinstance(value, str):  # Fraction would take 1/2 and 1_000, too
+            value = Decimal(value.strip()) if len(value) <= _LONGEST_NUMBER and is_number(value.strip()) else None
+        if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) > _LONGEST_NUMBER:
+            return None  # its power of ten would take all memory, and hours
+        if isinstance(value, bool) or not isinstance(value, Real | Decimal):
+            return None
         return Fraction(value if isinstance(value, Rational | Decimal) else float(value))
-    except (ValueError, OverflowError):
+    except (ValueError, ArithmeticError):
         return None
 
 

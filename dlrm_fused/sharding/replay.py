@@ -58,6 +58,8 @@ class ReplayedEmbeddingAllToAll:
         fixed_shapes: bool = False,
     ) -> None:
         self._workspace = workspace
+        if len(set(workspace.group.gather(lambda: fixed_shapes))) > 1:
+            raise UsageError(f"{workspace.name}: fixed_shapes={fixed_shapes}, other ranks have another; give all the same")
         row_wise = any(lookup.row_wise for of_rank in workspace.layout.lookups for lookup in of_rank)
         self._has_fixed_shapes = fixed_shapes and not row_wise
         self._prepare = prepare
@@ -84,7 +86,8 @@ class ReplayedEmbeddingAllToAll:
             is_covered: whether this rank's batch is, by :meth:`covers`, and has no weights.
 
         Raises:
-            UsageError: for a batch of another shape than those before, of the same batch sizes, with ``fixed_shapes``.
+            UsageError: with ``fixed_shapes``, once ranks have agreed to replay: for a batch of another shape, or with weights,
+                or after a change of the tables or of the optimizer's numbers but the learning rate.
         """
         workspace, group = self._workspace, self._workspace.group
         if not group.hosts.are_many or not group.calls_can_be_captured or not torch.is_grad_enabled() or _is_traced():
@@ -96,17 +99,19 @@ class ReplayedEmbeddingAllToAll:
         if call not in self._agreed:
             if self._calls[call] < _CALLS_BEFORE_AGREEMENT:
                 return is_covered
-            comes_again = is_covered and self._steps.get(key, 0) > RUNS_BEFORE_CAPTURE
+            is_known = self._tables is workspace.tables and self._steps.get(key, 0) > RUNS_BEFORE_CAPTURE
             workspace.forward_channel.assemble()
-            self._agreed[call] = key if all(group.gather(lambda: comes_again)) else None
+            self._agreed[call] = key if all(group.gather(lambda: is_covered and is_known)) else None
         agreed = self._agreed[call]
-        if agreed is not None and key != agreed:
+        broken = ""
+        if agreed is not None and (key != agreed or not is_covered):
+            broken = f"a batch of {list(batch_sizes)} samples for the ranks has weights, or other ids than those before"
+        elif agreed is not None and self._tables is not workspace.tables:
+            broken = "tables, or numbers of their optimizer, have changed"
+        if broken:
             with abort_peers_on_error(workspace.forward_channel):
-                raise UsageError(
-                    f"{workspace.name}: fixed_shapes=True, but a batch of {list(batch_sizes)} samples for the ranks has other "
-                    "numbers of ids than those before; shard the model without fixed_shapes"
-                )
-        return is_covered and agreed is not None
+                raise UsageError(f"{workspace.name}: fixed_shapes=True, but {broken}; shard the model without fixed_shapes")
+        return agreed is not None
 
     def covers(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         """Return whether replays of a batch do the same as the operator, and are faster.

@@ -42,8 +42,9 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         check_indices: compare every index with its table's rows before the lookup; slow, for debugging. GPUs only.
         in_feature_order: give every output the columns of the module before it was sharded, in the order of its tables'
             features, which the fused path does without a copy. Otherwise they have TorchRec's order, which the plan decides.
-        fixed_shapes: batches of as many samples have as many ids of each feature, on every rank: lookups between GPUs of
-            several hosts may then be replayed as CUDA graphs, and a training batch of another shape is a UsageError.
+        fixed_shapes: batches of as many samples have as many ids of each feature, on every rank, and no weights: lookups
+            between GPUs of several hosts may then be replayed as CUDA graphs. Once they are, a training batch of another shape
+            is a UsageError, and so are other numbers of the optimizer but for the learning rate.
 
     Raises:
         UsageError: for a wrong argument.

@@ -142,12 +142,16 @@ class Hosts:
         return tuple(rank for rank in self.remote if self.counterpart(rank, self.own) == self.rank)
 
     @cached_property
-    def most_served(self) -> int:
-        """The most ranks of other hosts that any rank serves."""
-        served = Counter(
+    def served_by(self) -> Counter[int]:
+        """By rank, how many ranks of other hosts it serves."""
+        return Counter(
             self.counterpart(rank, host) for rank, own in self.of_rank.items() for host in range(len(self.ranks)) if host != own
         )
-        return max(served.values(), default=0)
+
+    @property
+    def most_served(self) -> int:
+        """The most ranks of other hosts that any rank serves."""
+        return max(self.served_by.values(), default=0)
 
 
 def runs_of(ranks: Iterable[int]) -> list[range]:

@@ -231,10 +231,14 @@ class NcclLink(Link):
         Raises:
             LateRankError: as :meth:`names_failure`; also if the messages have been aborted before.
         """
+        self._raise_failure()  # who holds the lock for an abort may need long for it
+        with self.names_failure(), self._calls:
+            self._raise_failure()
+            yield
+
+    def _raise_failure(self) -> None:
         if failure := self.failure or self._gone:
             raise failure
-        with self.names_failure(), self._calls:
-            yield
 
     @contextmanager
     def names_failure(self) -> Iterator[None]:
@@ -246,8 +250,9 @@ class NcclLink(Link):
         try:
             yield
         except RuntimeError as error:
-            lost = self._monitor.hear_of_loss(error)  # NCCL may know of it first
-            failure = self.failure or self._gone or (None if lost is None else LateRankError(lost, Why.is_gone))
+            failure = self.failure or self._gone
+            if failure is None and (lost := self._monitor.hear_of_loss(error)) is not None:  # NCCL may know of it first
+                failure = LateRankError(lost, Why.is_gone)
             if failure is None:
                 raise
             raise failure from error

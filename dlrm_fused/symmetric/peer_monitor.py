@@ -114,6 +114,11 @@ class PeerMonitor:
         return self._refused.get(channel)
 
     @property
+    def has_other_hosts(self) -> bool:
+        """Whether some ranks are on other hosts."""
+        return any(address.host != self._addresses[self._rank].host for address in self._addresses)
+
+    @property
     def has_bad_news(self) -> bool:
         """Whether a rank is lost, or has refused."""
         return self._lost is not None or bool(self._refused)
@@ -336,7 +341,8 @@ def name_lost_peer() -> Iterator[None]:
 
 
 def _hear_of_loss(monitors: Collection[PeerMonitor], error: Exception | None) -> tuple[PeerMonitor, int] | None:
-    may_be_cut_off = any(words in str(error) for words in _NETWORK_ERRORS)
+    is_of_network = any(words in str(error) for words in _NETWORK_ERRORS)
+    may_be_cut_off = is_of_network and any(monitor.has_other_hosts for monitor in monitors)
     until = time.monotonic() + _HEARSAY_SECONDS + (_SILENCE_SECONDS if may_be_cut_off else 0.0)
     while monitors:
         for monitor in list(monitors):

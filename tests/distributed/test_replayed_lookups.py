@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll, _key
 from dlrm_fused.symmetric import SymmetricGroup
@@ -24,12 +25,16 @@ def calls_that_are_taken(shapes: str, fixed_shapes: bool = True, row_wise: bool 
         layout = ExchangeLayout((lookups, lookups if row_wise else ()), WIDTH)
         workspace = EmbeddingWorkspace(group, layout, name="replayed")
         replayed = ReplayedEmbeddingAllToAll(workspace, fixed_shapes=fixed_shapes)
+        replayed._tables = workspace.tables  # as the first call does
         taken = []
         for step in range(STEPS):
             ids = 5 + step * (shapes == "change") + (shapes == "change late" and step == STEPS - 1)
+            if shapes == "of other tables late" and step == STEPS - 1 and group.rank == 0:
+                replayed._tables = None
             of_tables = [torch.zeros(ids)] if group.rank == 0 else []
             batch = of_tables, of_tables, SIZES, None
-            taken.append(replayed.takes(shapes != "are not covered" or group.rank == 1, *batch))
+            is_covered = not (shapes == "are not covered" or (shapes == "have weights late" and step == STEPS - 1))
+            taken.append(replayed.takes(is_covered or group.rank == 1, *batch))
             key = _key(*batch)
             replayed._steps[key] = replayed._steps.get(key, 0) + 1  # as the backward pass does
         return taken
@@ -55,8 +60,30 @@ def test_shapes_that_may_change_are_not_replayed_between_hosts(fixed_shapes: boo
     assert taken == [[False] * STEPS] * 2
 
 
-def test_a_batch_of_another_shape_is_told_where_shapes_are_fixed() -> None:
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ("change late", r"a batch of \[3, 2\] samples .* other ids than those before"),
+        ("have weights late", r"a batch of \[3, 2\] samples for the ranks has weights"),
+        ("of other tables late", "tables, or numbers of their optimizer, have changed"),
+    ],
+)
+def test_what_a_rank_could_not_replay_with_the_others_is_told(shapes: str, message: str) -> None:
     with pytest.raises(
-        RankFailed, match=r"replayed: fixed_shapes=True, but a batch of \[3, 2\] samples .* without fixed_shapes"
+        RankFailed, match=rf"replayed: fixed_shapes=True, but {message}.*; shard the model without fixed_shapes"
     ):
-        run_ranks(2, on_hosts, (0, 1), calls_that_are_taken, "change late")
+        run_ranks(2, on_hosts, (0, 1), calls_that_are_taken, shapes)
+
+
+def fixed_shapes_of_rank_0_alone() -> str:
+    with cpu_group() as group:
+        layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), ()), WIDTH)
+        with pytest.raises(UsageError) as raised:
+            ReplayedEmbeddingAllToAll(EmbeddingWorkspace(group, layout, name="replayed"), fixed_shapes=group.rank == 0)
+        return str(raised.value)
+
+
+def test_ranks_that_do_not_promise_the_same_are_told() -> None:
+    first, second = run_ranks(2, fixed_shapes_of_rank_0_alone)
+    assert first == "replayed: fixed_shapes=True, other ranks have another; give all the same"
+    assert second == "replayed: fixed_shapes=False, other ranks have another; give all the same"

@@ -257,6 +257,32 @@ def test_a_loss_that_nccl_notices_before_the_monitor_is_named(links: list[NcclLi
     assert (raised.value.rank, raised.value.why) == (2, Why.is_gone)
 
 
+def test_why_messages_were_aborted_is_told_at_once(links: list[NcclLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is lost then, and the monitor would be asked in vain."""
+    monkeypatch.setattr(links[0]._monitor, "hear_of_loss", lambda _: pytest.fail("asked"))
+    with pytest.raises(LateRankError) as raised, links[0].names_failure():
+        links[0].failure = LateRankError(1, Why.is_late)
+        raise RuntimeError("NCCL communicator was aborted")
+    assert (raised.value.rank, raised.value.why) == (1, Why.is_late)
+
+
+def test_no_call_is_made_by_who_waited_for_an_abort(links: list[NcclLink]) -> None:
+    calls = []
+
+    def call() -> None:
+        with pytest.raises(LateRankError), links[0].call():
+            calls.append(0)
+
+    with links[0]._calls:
+        waiting = threading.Thread(target=call)
+        waiting.start()
+        time.sleep(0.1)
+        links[0]._gone = LateRankError(1, Why.is_gone)
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+    assert calls == []
+
+
 def test_no_call_is_made_after_an_abort(links: list[NcclLink]) -> None:
     links[0]._monitor.gone(1)  # type: ignore[attr-defined]
     with pytest.raises(LateRankError) as raised:

@@ -171,6 +171,7 @@ def test_after_an_error_of_the_network_the_loss_of_a_silent_host_is_waited_for(
 ) -> None:
     """TCP notices it later than NCCL."""
     monkeypatch.setattr(peer_monitor, "_HEARSAY_SECONDS", 0.0)
+    monkeypatch.setattr(PeerMonitor, "has_other_hosts", True)
     first, second = watches()
     late = threading.Timer(0.3, first._lose, [1])
     late.start()
@@ -179,11 +180,16 @@ def test_after_an_error_of_the_network_the_loss_of_a_silent_host_is_waited_for(
     close(first, second)
 
 
-def test_after_another_error_nobody_waits_for_a_silent_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "has_other_hosts"), [("unhandled cuda error", True), ("unhandled system error", False)])
+def test_nobody_waits_for_a_silent_host_after_another_error_or_where_there_is_one_host(
+    error: str, has_other_hosts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer_monitor, "_HEARSAY_SECONDS", 0.0)
+    if has_other_hosts:
+        monkeypatch.setattr(PeerMonitor, "has_other_hosts", True)
     first, second = watches()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="unhandled cuda error"), peer_monitor.name_lost_peer():
-        raise RuntimeError("NCCL error in: ProcessGroupNCCL.cpp: unhandled cuda error")
+    with pytest.raises(RuntimeError, match=error), peer_monitor.name_lost_peer():
+        raise RuntimeError(f"NCCL error in: ProcessGroupNCCL.cpp: {error}")
     assert time.monotonic() - began < peer_monitor._SILENCE_SECONDS / 2
     close(first, second)

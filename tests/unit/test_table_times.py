@@ -162,6 +162,12 @@ def test_one_value_that_is_no_time_is_refused(name: str) -> None:
         TableFormat(time=times.time_format).microseconds(times.values[-1])
 
 
+@pytest.mark.parametrize("text", ["1e9999999999999999999", "1e-9999999999999999999", "1" * 309 + ".5"])
+def test_one_number_beyond_those_of_decimals_and_floats_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        TableFormat().microseconds(text)
+
+
 @pytest.mark.parametrize("text", ["1e10000000", "1e-10000000", "0e10000000", "0." + "1" * 10**6, "1/2", "1_000", "٣"])
 def test_one_number_that_no_column_has_is_refused_at_once(text: str) -> None:
     """A service would compute the powers of ten for hours, in one request."""

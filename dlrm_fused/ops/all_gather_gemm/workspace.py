@@ -49,8 +49,10 @@ class ShardWorkspace(MatrixWorkspace):
         group, name = self.group, self.name
         size = self.max_rows * self.max_columns * self.dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
-        # From each rank of this host for each rank that this one sends to: more shards than ranks where hosts are unequal.
-        self.received_shards = max(self.world_size, group.hosts.most_served * max(map(len, group.hosts.ranks)))
+        # From each rank of a host for each rank that one of them sends to: more than all ranks where hosts are unequal.
+        hosts = group.hosts
+        of_senders = (served * len(hosts.ranks[hosts.of_rank[rank]]) for rank, served in hosts.served_by.items())
+        self.received_shards = max(self.world_size, *of_senders)
         self.received = group.allocate(f"{name}.received", self.received_shards * size // self.world_size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
         # The flags of rows that are gathered beside another call.

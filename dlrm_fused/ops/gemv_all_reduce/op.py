@@ -113,8 +113,8 @@ def _forward(
     workspace = GemvWorkspace.of(handle)
     workspace.begin_call()
     # A new layout may take one call more, of all ranks: addresses, which may differ between them, are no part of it.
-    x, weight = aligned(x), aligned(weight)
-    bias, residual, norm_weight = (None if tensor is None else aligned(tensor) for tensor in (bias, residual, norm_weight))
+    tensors: list[Any] = [x, weight, bias, residual, norm_weight]  # checks refuse what is none
+    x, weight, bias, residual, norm_weight = (aligned(each) if isinstance(each, Tensor) else each for each in tensors)
     inputs = Inputs(x, weight, bias, residual, norm_weight, norm_eps)
     # Whatever follows from shapes is found once.
     layout = layout_of(x, weight, bias, residual, norm_weight), norm_eps, schedule, overriding_blocks()
