@@ -52,7 +52,7 @@ class ShardWorkspace(MatrixWorkspace):
         # From each rank of a host for each rank that one of them sends to: more than all ranks where hosts are unequal.
         hosts = group.hosts
         of_senders = (served * len(hosts.ranks[hosts.of_rank[rank]]) for rank, served in hosts.served_by.items())
-        self.received_shards = max(self.world_size, *of_senders)
+        self.received_shards = max([self.world_size, *of_senders])
         self.received = group.allocate(f"{name}.received", self.received_shards * size // self.world_size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
         # The flags of rows that are gathered beside another call.
