@@ -47,7 +47,7 @@ class CapturedFunction(Generic[R]):
     On the CPU it runs as it is. For a capture, inputs are copied to where the graphs read them. Large ones, such as pooled
     embeddings, are read where they are instead, and when they come from another address, the function is captured again. After
     two captures it is captured with copies of all inputs, whatever their addresses, for two shapes at most; what would need
-    more captures runs as it is, too.
+    more captures runs as it is, too. With ``most_shapes`` all inputs are always copied, for so many shapes.
 
     There is a capture for each set of :func:`modes`: training or evaluation, autocast, deterministic algorithms, and the
     precision of fp32 products. Other switches of ``torch.backends`` count as they were set at the capture. Where a parameter or
@@ -58,6 +58,7 @@ class CapturedFunction(Generic[R]):
         function: maps tensors to one, or to two of which the first is differentiable. It launches the same kernels whatever the
             values are, and does not wait for the device.
         layers: returns the modules whose parameters and buffers the function uses; called at each call.
+        most_shapes: of inputs that differ from call to call; None: of inputs that rarely do.
 
     Attributes:
         takes_gradients: takes the gradients of :meth:`parameters`, in their order; to be set before the first call. The
@@ -65,12 +66,14 @@ class CapturedFunction(Generic[R]):
             autograd gets all gradients, as copies, and accumulates those of parameters in ``grad``, where DDP finds them.
     """
 
-    def __init__(self, function: Callable[..., R], layers: Callable[[], Sequence[nn.Module]]) -> None:
+    def __init__(
+        self, function: Callable[..., R], layers: Callable[[], Sequence[nn.Module]], most_shapes: int | None = None
+    ) -> None:
         self._function: Callable[..., R] = function
         self._layers = layers
         self.takes_gradients: TakesGradients | None = None
-        self._in_place: Captures[_Capture] = Captures(_MOST_IN_PLACE)
-        self._copied: Captures[_Capture] = Captures(_MOST_COPIED)
+        self._in_place: Captures[_Capture] = Captures(_MOST_IN_PLACE if most_shapes is None else 0)
+        self._copied: Captures[_Capture] = Captures(most_shapes or _MOST_COPIED)
         self._memory: _SharedMemory | None = None
 
     def __call__(self, *inputs: Tensor) -> R:
@@ -159,9 +162,11 @@ class _Capture:
 
             def differentiate(upstream: Tensor) -> Sequence[Tensor | None]:
                 gradients = torch.autograd.grad(results[0], wanted, upstream, allow_unused=True)
-                if takes_gradients is not None:
-                    takes_gradients.store(gradients[len(wanted) - len(self.parameters) :])
-                return gradients
+                if takes_gradients is None:
+                    return gradients
+                of_inputs = len(wanted) - len(self.parameters)
+                takes_gradients.store(gradients[of_inputs:])
+                return [*gradients[:of_inputs], *[None] * len(self.parameters)]  # what is not kept leaves memory to others
 
             graphs.record_backward(differentiate)
             torch.clear_autocast_cache()

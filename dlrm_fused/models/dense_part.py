@@ -1,4 +1,4 @@
-"""The part of a training step that has no tables: from dense features and pooled embeddings to the loss, compiled.
+"""The part of a training step that has no tables: from dense features and embeddings to the loss, compiled or captured.
 
 Most of its time in eager mode goes to elementwise kernels, between the matrix products: the cross layers of DCNv2, casts of
 ``precision=bf16``, the concatenation with the embeddings. The compiler fuses them, forward and backward. Parameters stay
@@ -18,10 +18,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dlrm_fused.compat.torch import one_graph_in_ddp
 from dlrm_fused.config import Compile
 from dlrm_fused.models.captured import CapturedFunction
+from dlrm_fused.models.jagged import NUMBERS_OF_ROWS
 from dlrm_fused.versions import has_c_compiler
 
-# Maps dense features [b, D], pooled embeddings [b, sum of dimensions], and with experts [b] bool, false for padding, to logits
-# [b, L] of L labels.
+# Maps dense features [b, D], pooled embeddings [b, sum of dimensions], and with experts [b] bool, false for padding, or with
+# histories their rows, to logits [b, L] of L labels.
 LogitsOf = Callable[..., Tensor]
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 # Tensor cores of GPUs want rows of so many elements, of 16 bits; narrower matrices than that are not worth a copy.
@@ -90,6 +91,8 @@ class DensePart(nn.Module):
         is_one_graph: compile all for training. A model with experts compiles its parts before and after them.
         has_experts: give ``logits_of`` what is padding.
         layers: returns the modules whose parameters ``logits_of`` uses; as of :class:`CompiledForTraining`.
+        rows_of: maps the histories of a batch to the rows that ``logits_of`` takes, in at most ``NUMBERS_OF_ROWS`` numbers.
+            With it ``logits_of`` is not compiled, but GPUs capture it for each number of rows.
     """
 
     def __init__(
@@ -101,22 +104,34 @@ class DensePart(nn.Module):
         has_experts: bool = False,
         layers: Callable[[], Sequence[nn.Module]] | None = None,
         task_weights: Sequence[float] = (1.0,),
+        rows_of: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
         super().__init__()
-        self._logits_of = logits_of
+        self._logits_of, self._rows_of = logits_of, rows_of
         self._task_weights = task_weights
         self._device_type = device_type
         self._uses_bf16 = uses_bf16
         self._has_experts = has_experts
-        self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph, layers)
+        self._losses_and_logits: CompiledForTraining[tuple[Tensor, Tensor]] | CapturedFunction[tuple[Tensor, Tensor]]
+        if rows_of is not None and layers is not None:
+            self._losses_and_logits = CapturedFunction(self._compute, layers, NUMBERS_OF_ROWS)
+        else:
+            self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph, layers)
 
     @property
     def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
-        """The captured function of :class:`CompiledForTraining`."""
-        return self._losses_and_logits.captured
+        """The function that GPUs capture; None if none is."""
+        function = self._losses_and_logits
+        return function if isinstance(function, CapturedFunction) else function.captured
 
     def forward(
-        self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor, *sample_weights: Tensor
+        self,
+        dense: Tensor,
+        pooled: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        sample_weights: Tensor | None = None,
+        histories: Sequence[Any] = (),
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of cross-entropies, [], and the logits, of the labels' shape; both float32.
 
@@ -125,15 +140,27 @@ class DensePart(nn.Module):
             pooled: [b, sum of dimensions].
             labels: [b], or [b, L] of several.
             weights: [b]; 0 marks padding.
-            sample_weights: [b], what each sample counts; without it, ``weights``.
+            sample_weights: [b], what each sample counts; without it, ``weights``. To be given with histories.
+            histories: what ``rows_of`` takes.
         """
-        return self._losses_and_logits(dense, pooled, labels, weights, *sample_weights)
+        inputs = [dense, pooled, labels, weights]
+        if sample_weights is not None:
+            inputs.append(sample_weights)
+        if self._rows_of is not None:
+            inputs += self._rows_of(*histories)
+        return self._losses_and_logits(*inputs)
 
     def _compute(
-        self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor, sample_weights: Tensor | None = None
+        self,
+        dense: Tensor,
+        pooled: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        sample_weights: Tensor | None = None,
+        *rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._uses_bf16):
-            logits = self._logits_of(dense, pooled, *((weights > 0,) if self._has_experts else ()))
+            logits = self._logits_of(dense, pooled, *((weights > 0,) if self._has_experts else ()), *rows)
         return cross_entropy(logits, labels, weights if sample_weights is None else sample_weights, self._task_weights)
 
 

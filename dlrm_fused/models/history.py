@@ -29,14 +29,12 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.embedding_tables import InFeatureOrder, embedding_tables, pooled_columns
 from dlrm_fused.models.interaction import Interaction, dims_of
-from dlrm_fused.models.jagged import JaggedBatch
+from dlrm_fused.models.jagged import NUMBERS_OF_ROWS, JaggedBatch
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.multi_task import top_widths
 from dlrm_fused.models.tensor_parallel import LayerProducts, group_size, numbers_of_ranks, rms_norm
 
 BlockT = TypeVar("BlockT", bound="HistoryBlock")
-# The most numbers of rows that ranks which share layers may have.
-_NUMBERS_OF_ROWS = 16
 
 
 class HistoryBlock(nn.Module, ABC):
@@ -145,8 +143,31 @@ class HistoryEncoder(nn.Module, ABC, Generic[BlockT]):
         Returns:
             [b, d_model], the normed encoding of each candidate.
         """
-        own, rows_of_all = self._jagged(history_lengths, token_count, token_times if self.reads_times else None)
-        x = self.input(own.rows_of(tokens).to(self.input.weight.dtype))  # embeddings may be in 16 bits
+        own, rows_of_all = self._jagged(history_lengths, token_count, token_times)
+        return self._encode(own.rows_of(tokens), own, rows_of_all, real)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a training step launches the same for as many rows: no rank shares its layers, and none are experts."""
+        return group_size(self.product.group) == 1 and self.stages()[0][0].experts is None
+
+    def rows_to_encode(
+        self, tokens: Tensor, history_lengths: Tensor, token_count: int | None = None, token_times: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return what :meth:`encode` takes where gradients are wanted: in few numbers of rows, so that each can be captured.
+
+        Args:
+            tokens, history_lengths, token_count, token_times: as of :meth:`forward`.
+        """
+        own, _ = self._jagged(history_lengths, token_count, token_times, in_few_numbers=torch.is_grad_enabled())
+        return own.rows_of(tokens), *own.tensors
+
+    def encode(self, rows: Tensor, *of_batch: Tensor) -> Tensor:
+        """Return the encoding that :meth:`forward` gives, from the tensors of :meth:`rows_to_encode`. Local."""
+        return self._encode(rows, JaggedBatch.of_tensors(self.history_length + 1, *of_batch), rows.shape[0], None)
+
+    def _encode(self, rows: Tensor, own: JaggedBatch, rows_of_all: int, real: Tensor | None) -> Tensor:
+        x = self.input(rows.to(self.input.weight.dtype))  # embeddings may be in 16 bits
         x = x + F.embedding(own.distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
         x, everyones = self.product.enter(x), own.gathered(self.product.group)
         if not self.product.shards and group_size(self.product.group) > 1:
@@ -162,7 +183,9 @@ class HistoryEncoder(nn.Module, ABC, Generic[BlockT]):
         _, encoded = last.finish(attended, x.index_select(0, candidates), final_norm, real)
         return self.product.leave(encoded)
 
-    def _jagged(self, history_lengths: Tensor, token_count: int | None, token_times: Tensor | None) -> tuple[JaggedBatch, int]:
+    def _jagged(
+        self, history_lengths: Tensor, token_count: int | None, token_times: Tensor | None, in_few_numbers: bool = False
+    ) -> tuple[JaggedBatch, int]:
         """Return where this rank's tokens are, as many rows on each rank that it shares layers with, and for how many rows all
         of these ranks compute layers that do not shard them. Collective."""
         if token_count is None:
@@ -171,14 +194,15 @@ class HistoryEncoder(nn.Module, ABC, Generic[BlockT]):
         group, most = self.product.group if experts is None else experts.computation.group, history_lengths.shape[0] * tokens
         counts, ranks = self.ask_ranks(token_count, group), group_size(group)
         rows, rows_of_all = token_count, sum(counts)
-        if ranks > 1:
+        if ranks > 1 or in_few_numbers:
             rows, rows_of_all = _rounded(max(counts), most), _rounded(rows_of_all, ranks * most)
-        return JaggedBatch.of(history_lengths.long(), tokens, rows, token_times), rows_of_all
+        times = token_times if self.reads_times else None
+        return JaggedBatch.of(history_lengths.long(), tokens, rows, times), rows_of_all
 
 
 def _rounded(rows: int, most: int) -> int:
     """Return no fewer rows: operators choose, and some measure, how to run for each number of rows, so that there are few."""
-    step = -(-most // _NUMBERS_OF_ROWS) or 1
+    step = -(-most // NUMBERS_OF_ROWS) or 1
     return min(-(-rows // step) * step, most)
 
 
@@ -251,6 +275,11 @@ class HistoryDLRM(nn.Module):
     reads_histories = True
 
     @property
+    def can_be_captured(self) -> bool:
+        """As of :class:`HistoryEncoder`."""
+        return self.transformer.can_be_captured
+
+    @property
     def reads_times(self) -> bool:
         """Whether the model reads when tokens happened."""
         return self.transformer.reads_times
@@ -295,6 +324,10 @@ class HistoryDLRM(nn.Module):
         pooled, token_vectors = self.sparse_arch(sparse, tokens)
         encoded = self.transformer(token_vectors, history_lengths, real, token_count, token_times)
         return self.over_arch(self.dense_arch(dense), pooled, encoded)
+
+    def logits_of_rows(self, dense: Tensor, pooled: Tensor, *rows: Tensor) -> Tensor:
+        """Return the logits of :meth:`forward` from what follows the lookups; ``rows`` as :meth:`HistoryEncoder.encode`."""
+        return self.over_arch(self.dense_arch(dense), pooled, self.transformer.encode(*rows))
 
 
 def build_history_dlrm(config: Config, schema: DatasetSchema, encoder: Callable[..., HistoryEncoder[Any]]) -> HistoryDLRM:

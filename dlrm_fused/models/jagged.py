@@ -18,6 +18,8 @@ from dlrm_fused.ops.common.padding import Padding, groups_of_like_length
 # Kernels of attention have a program, or a row of programs, for each sample and head, or for each sample, and CUDA launches at
 # most so many.
 _MOST_PROGRAMS = 65_535
+# The most numbers of rows that ranks which share layers, or batches of a captured model, may have.
+NUMBERS_OF_ROWS = 16
 # FlashAttention, torch's kernel for samples of different lengths, wants a GPU of this compute capability, and heads no wider.
 _LEAST_CAPABILITY, _MOST_COLUMNS_OF_A_HEAD = (8, 0), 256
 
@@ -73,6 +75,17 @@ class JaggedBatch:
         padding = (rows - counts.sum() - before).clamp(min=0).minimum(room)
         batch = JaggedBatch._of_counts(candidates, counts + padding, tokens, rows)
         return batch if token_times is None else replace(batch, times=batch.rows_of(token_times.flatten()))
+
+    @staticmethod
+    def of_tensors(tokens: int, *tensors: Tensor) -> JaggedBatch:
+        """Return the batch whose :attr:`tensors` these are."""
+        candidates, counts, samples, places, *times = tensors
+        return JaggedBatch(candidates, counts, tokens, samples, places, *times)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The attributes that are tensors, in their order."""
+        return self.candidates, self.counts, self.samples, self.places, *(() if self.times is None else (self.times,))
 
     @staticmethod
     def _of_counts(candidates: Tensor, counts: Tensor, tokens: int, rows: int) -> JaggedBatch:

@@ -17,6 +17,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
 from dlrm_fused.models.fp8 import Fp8Products, multiply_in_8_bits
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.multi_task import task_weights
 
@@ -25,8 +26,8 @@ from dlrm_fused.models.multi_task import task_weights
 # features], sparse features of stride b) to logits [b, labels]. Its attribute `sparse_arch` is the part that looks up
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens, history lengths and `token_count=`
 # of the batch, one whose `reads_times` is true with its `token_times=`, one with layers of experts with [b] bool, false for
-# padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and what follows, which may be
-# compiled, and on GPUs captured as a CUDA graph.
+# padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and what follows. That may be compiled,
+# and on GPUs captured as a CUDA graph. A HistoryDLRM whose `can_be_captured` is true is so called, too, but not compiled.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -91,12 +92,14 @@ class RankingTask(nn.Module):
         self._device_type = device.type
         logits_of = getattr(model, "logits_of", None)
         has_experts = bool(self.expert_layers)
-        is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
-        self.dense_part = (
-            DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self.dense_layers, task_weights)
-            if logits_of is not None
-            else None
-        )
+        is_one_graph, rows_of = not has_experts and is_compiled(compile, device), None
+        if is_one_graph and getattr(model, "can_be_captured", False):
+            encoding = cast(HistoryDLRM, model)
+            logits_of, rows_of = encoding.logits_of_rows, encoding.transformer.rows_to_encode
+        self.dense_part: DensePart | None = None
+        if logits_of is not None:
+            shape = device.type, self._autocast, is_one_graph, has_experts, self.dense_layers, task_weights
+            self.dense_part = DensePart(logits_of, *shape, rows_of)
 
     @property
     def embedding_stage(self) -> nn.Module:
@@ -113,9 +116,7 @@ class RankingTask(nn.Module):
         # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
         counted = cast(Tensor, batch.sample_weights) if self._has_sample_weights else batch.weights
         if self.dense_part is not None:
-            pooled = self.embedding_stage(batch.sparse)
-            sample_weights = (counted,) if self._has_sample_weights else ()
-            losses, logits = self.dense_part(batch.dense, pooled, batch.labels, batch.weights, *sample_weights)
+            losses, logits = self._by_dense_part(self.dense_part, batch, counted)
         else:
             losses, logits = cross_entropy(self._logits(batch), batch.labels, counted, self._task_weights)
         loss = losses * (self._world_size / batch.global_size)
@@ -129,6 +130,15 @@ class RankingTask(nn.Module):
     def dense_layers(self) -> list[nn.Module]:
         """Return the model's layers without tables."""
         return [layer for layer in self.model.children() if layer is not self.model.sparse_arch]
+
+    def _by_dense_part(self, dense_part: DensePart, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses' sum, [], and the logits."""
+        if not self._reads_histories:
+            pooled, sample_weights = self.embedding_stage(batch.sparse), counted if self._has_sample_weights else None
+            return dense_part(batch.dense, pooled, batch.labels, batch.weights, sample_weights)
+        pooled, tokens = self.embedding_stage(batch.sparse, batch.tokens)
+        histories = (tokens, batch.history_lengths, batch.token_count, batch.token_times if self._reads_times else None)
+        return dense_part(batch.dense, pooled, batch.labels, batch.weights, counted, histories)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Return [b, labels]."""

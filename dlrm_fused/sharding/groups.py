@@ -50,7 +50,8 @@ def model_parallel_groups(model: ModelConfig) -> ModelParallelGroups | None:
     """
     if model.experts.count:
         return _groups_of(expert_parallel_size(model.experts, dist.get_world_size()))
-    return tensor_parallel_groups(model) if model.kind.reads_histories else None
+    size = tensor_parallel_size(model, ranks_of_hosts()) if model.kind.reads_histories else 1
+    return _groups_of(size) if size > 1 else None
 
 
 def tensor_parallel_groups(model: ModelConfig) -> ModelParallelGroups:
