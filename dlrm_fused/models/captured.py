@@ -10,6 +10,7 @@ copies all inputs, and must come before DistributedDataParallel (DDP).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, 
 from dlrm_fused.symmetric.call_order import CallOrder
 
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
+
+logger = logging.getLogger("dlrm_fused")
 
 
 class TakesGradients(Protocol):
@@ -52,7 +55,8 @@ class CapturedFunction(Generic[R]):
     There is a capture for each set of :func:`modes`: training or evaluation, autocast, deterministic algorithms, and the
     precision of fp32 products. Other switches of ``torch.backends`` count as they were set at the capture. Where a parameter or
     a buffer was replaced or has moved (:class:`Generation`), the next call is not captured, and then all is captured again.
-    Under ``no_grad`` the function runs as it is.
+    Under ``no_grad`` the function runs as it is. So it does, with a warning, from when a capture finds too little memory: runs
+    before a capture need theirs beside that of the captures before.
 
     Args:
         function: maps tensors to one, or to two of which the first is differentiable. It launches the same kernels whatever the
@@ -75,6 +79,7 @@ class CapturedFunction(Generic[R]):
         self._in_place: Captures[_Capture] = Captures(_MOST_IN_PLACE if most_shapes is None else 0)
         self._copied: Captures[_Capture] = Captures(most_shapes or _MOST_COPIED)
         self._memory: _SharedMemory | None = None
+        self._lacks_memory = False
 
     def __call__(self, *inputs: Tensor) -> R:
         """Return the function's results, which the caller may change.
@@ -95,6 +100,8 @@ class CapturedFunction(Generic[R]):
 
     def _capture(self, inputs: Sequence[Tensor]) -> _Capture | None:
         """Return the capture for inputs like these; None if there are too many already, or weights were just replaced."""
+        if self._lacks_memory:
+            return None
         modules = modules_of(self._layers())
         generation = Generation(tensors_of(modules))
         self._copied.renew(generation)
@@ -111,12 +118,23 @@ class CapturedFunction(Generic[R]):
             key = (of_today, *of_inputs)
             if key not in captures and captures.has_room:
                 self._memory = self._memory or _SharedMemory(inputs[0].device)
-                captures[key] = _Capture(
-                    self._function, inputs, is_read_in_place, self._layers(), self._memory, self.takes_gradients
-                )
+                try:
+                    captures[key] = _Capture(
+                        self._function, inputs, is_read_in_place, self._layers(), self._memory, self.takes_gradients
+                    )
+                except torch.OutOfMemoryError as error:
+                    self._run_from_now_on(str(error))
+                    return None
             if key in captures:
                 return captures[key]
         return None
+
+    def _run_from_now_on(self, reason: str) -> None:
+        logger.warning("a training step runs without CUDA graphs: too little memory to capture it: %s", reason)
+        self._lacks_memory, self._memory = True, None
+        self._in_place.clear()
+        self._copied.clear()
+        torch.cuda.empty_cache()
 
 
 class _SharedMemory:
@@ -157,6 +175,7 @@ class _Capture:
                 for _ in range(RUNS_BEFORE_CAPTURE):
                     results = _as_tuple(function(*read))
                     torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
+                    del results
             torch.clear_autocast_cache()  # weights are to be cast in each replay
             results = graphs.record_forward(lambda: _as_tuple(function(*read)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -90,6 +90,39 @@ def test_more_shapes_than_it_is_captured_for_give_the_same(scorer: Scorer) -> No
     held = [scorer.inputs(rows) for rows in range(20, 21 + captured._MOST_IN_PLACE + captured._MOST_COPIED)]
     for inputs in (*held, *held):
         scorer.check(*inputs)
+
+
+def test_without_memory_for_one_more_capture_it_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Runs before the second capture need as much as the first keeps."""
+    layer, total = nn.Linear(1024, 1024).cuda(), torch.cuda.get_device_properties(0).total_memory
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(12):
+            x = torch.relu(layer(x)) + x
+        return x.square().mean(), x[0]
+
+    def losses(of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[float]:
+        found = []
+        for rows in (2**15, 2**15 - 64) * 3:
+            loss, _ = of(torch.linspace(0, 1, rows * 1024, device="cuda").view(rows, 1024).requires_grad_())
+            loss.backward()
+            layer.weight.grad = layer.bias.grad = None
+            found.append(loss.item())
+        return found
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    expected = losses(function)
+    needed = torch.cuda.max_memory_reserved() - before
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((before + 1.6 * needed) / total)
+    try:
+        assert losses(CapturedFunction(function, lambda: [layer], most_shapes=4)) == pytest.approx(expected, rel=1e-5)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "dlrm_fused"]
+    assert "a training step runs without CUDA graphs: too little memory to capture it" in warning
 
 
 def gradients_of(scorer: Scorer, loss: Tensor, features: Tensor, embeddings: Tensor) -> list[Tensor]:
