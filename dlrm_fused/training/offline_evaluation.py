@@ -51,8 +51,9 @@ def evaluate_run(
     for option, path in (("--predictions", predictions), ("--output", output)):
         if path and path.is_dir():
             raise ConfigError(f"{option} {path}: allowed: a file, this is a folder")
-    saved = SavedRun.open(run, checkpoint, overrides)
-    with join_run(saved.config, rank, error_store) as device:
+    opened = SavedRun.open(run, checkpoint, overrides)
+    with join_run(opened.config, rank, error_store) as device:
+        saved = opened.as_rank_0_has_it()
         for path in filter(None, (predictions, output)):
             write_on_rank_0(partial(try_to_write, path), path, rank)
         dataset = open_dataset(saved.config, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlrm_fused.config import Config, load_config
@@ -52,6 +52,14 @@ class SavedRun:
         remedy = f"the checkpoint {checkpoint.name} is not of the config.yaml beside it"
         folder.check_settings(load_config(path / "config.yaml"), step, remedy)
         return SavedRun(path, config, step, checkpoint)
+
+    def as_rank_0_has_it(self) -> SavedRun:
+        """Return the run at the checkpoint that rank 0 has chosen. Collective.
+
+        Ranks look for ``last`` and ``best`` one after the other, and a run that still trains may write another one meanwhile.
+        """
+        step = gather_or_raise(lambda: self.step)[0]
+        return replace(self, step=step, checkpoint=RunFolder(self.path).checkpoints.of(step))
 
     def check_data(self, dataset: Dataset) -> None:
         """Raises CheckpointError if the model predicts other labels than the data set has, or takes other ids or features."""

@@ -184,7 +184,7 @@ class Trainer:
         self._has_evaluation_to_make = is_due and progress.validation_auc is None
         if self._windows and progress.windows_are_due:
             self._windows_due = self._windows.due(step)
-        best = self._folder.checkpoints.best_readable()
+        best = gather_or_raise(self._folder.checkpoints.best_readable)[0]  # by which all ranks save, or none
         if best is not None:
             auc = self._folder.checkpoints.progress(best).validation_auc
             self._best_auc = self._best_auc if auc is None or math.isnan(auc) else auc

@@ -17,6 +17,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.datasets.transformation import MISSING, TRANSFORMATION, UNSEEN, IdEncoding, Transformation
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.checkpoint import LocalShards, RawReader, model_state, restore_tensors
 from dlrm_fused.training.run_folder import RunFolder
 
@@ -69,7 +70,8 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
 
 
 def _begin_with_weights_of(run: RunFolder, config: Config, sharded: ShardedModel, schema: DatasetSchema) -> None:
-    step = run.checkpoints.best() or run.checkpoints.last()
+    # One answer for all ranks: the other run may still train, and write checkpoints.
+    step = gather_or_raise(lambda: run.checkpoints.best() or run.checkpoints.last())[0]
     if step is None:
         raise CheckpointError("holds no checkpoint; name the folder of a run, such as runs/a")
     run.checkpoints.check_labels(step, schema.labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -15,9 +16,11 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from dlrm_fused.config import Config, flatten
+from dlrm_fused.config import Config, Split, flatten
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.training.checkpoint import CheckpointFolder, CheckpointWriter, Progress, RawReader, restore_model
+from dlrm_fused.training.offline_evaluation import evaluate_run
+from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import (
     Pieces,
     RankFailed,
@@ -71,6 +74,14 @@ def run(tmp_path, of_two_ranks) -> Path:
     return Path(shutil.copytree(of_two_ranks, tmp_path / "run"))
 
 
+def evaluated_where_rank_1_sees_the_first(run: Path) -> None:
+    """On a rank."""
+    rank = Rank.from_environment()
+    if rank.index == 1:
+        CheckpointFolder.last = lambda self: self.steps()[0]  # type: ignore[method-assign]
+    evaluate_run(run, "last", Split.test, (), None, rank, ErrorStore(rank))
+
+
 class TestEvaluation:
     @pytest.mark.parametrize(
         ("ranks", "sharding"),
@@ -99,6 +110,12 @@ class TestEvaluation:
             found = evaluate(run, 1, checkpoint=chosen, split="validation")
             assert found["step"] == step
             assert found["auc"] == pytest.approx(in_training[step], abs=1e-6)
+
+    def test_ranks_that_see_another_last_one_take_that_of_rank_0(self, tmp_path):
+        """A run that still trains has written one since, or removed one."""
+        run = train(tmp_path, 2, until(12), "checkpoint.every_steps=6", "embedding.optimizer.learning_rate=9")
+        run_ranks(2, evaluated_where_rank_1_sees_the_first, run)
+        assert json.loads((run / "eval.json").read_text())["auc"] == summary(run)["test_auc"]
 
     def test_a_checkpoint_that_is_not_there(self, run):
         with pytest.raises(RankFailed) as failed:

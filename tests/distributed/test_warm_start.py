@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from dlrm_fused.config import Config, load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.transformation import FIRST_KEPT, TRANSFORMATION, Transformation
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.training.checkpoint import LocalShards, model_state
+from dlrm_fused.training.checkpoint import CheckpointFolder, LocalShards, model_state
 from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.warm_start import warm_start
 from tests.distributed.launch import (
@@ -129,6 +130,22 @@ def test_a_table_with_columns_of_its_own_goes_on(tmp_path: Path, old_run: Path, 
     assert new_rows.shape[1] == 12
     for value in new_ids.keys() & old_ids.keys():
         assert torch.equal(new_rows[new_ids[value]], old_rows[old_ids[value]])
+
+
+def beginning_where_rank_1_takes_the_last(config: Config) -> Pieces:
+    if int(os.environ["RANK"]) == 1:
+        CheckpointFolder.best = CheckpointFolder.last  # type: ignore[method-assign]
+    return beginning(config)
+
+
+def test_ranks_that_see_another_best_one_take_that_of_rank_0(old_run: Path, grown: Path) -> None:
+    """The other run still trains, and has written one since."""
+    config = going_on(old_run, grown, "agreed", "embedding.sharding=row_wise")
+    assert best_step(old_run) != RunFolder(old_run).checkpoints.last()
+    agreed, begun = (run_ranks(2, work, config) for work in (beginning_where_rank_1_takes_the_last, beginning))
+    for feature in FEATURES:
+        key = f"table.{feature}.weight"
+        assert torch.equal(whole(agreed, key), whole(begun, key))
 
 
 def test_a_run_begins_and_continues(old_run: Path, grown: Path) -> None:

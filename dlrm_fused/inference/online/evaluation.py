@@ -107,11 +107,12 @@ def score_run_online(
         ConfigError: if the model reads no histories, or the split has too few samples.
         RuntimeError: if scores differ from those of the full model.
     """
-    saved = SavedRun.open(run, checkpoint, overrides)
-    config = saved.config
+    opened = SavedRun.open(run, checkpoint, overrides)
+    config = opened.config
     if config.model.kind not in BUILDERS:
         raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for {KINDS}")
     with join_run(config, rank, error_store) as device:
+        saved = opened.as_rank_0_has_it()
         if output is not None:
             write_on_rank_0(partial(try_to_write, output), output, rank)
         dataset = open_dataset(config, device)
