@@ -17,17 +17,20 @@ _CHECKOUT = Path(dlrm_fused.__file__).parents[1]
 def next_steps(config: Config, world_size: int) -> str:
     """Three lines: see the run in TensorBoard, evaluate it, make it again with the other way of communication.
 
-    The last is left out for ranks on several hosts: fused communication is for one.
+    The last is left out for ranks on several hosts, which one command does not start.
     """
     run = str(config.run_dir)
+    shares = {"model.tensor_parallel": config.model.tensor_parallel, "model.experts.parallel": config.model.experts.parallel}
+    alone = [f"{key}=1" for key, ranks in shares.items() if ranks > 1]  # the evaluation is that of one process
     commands = [
         ("see it", [_program("tensorboard"), "--logdir", str(config.run_dir.parent)]),
-        ("evaluate it", [*_script("eval"), "--run", run]),
+        ("evaluate it", [*_script("eval"), "--run", run, *alone]),
     ]
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world_size:
         other = Comm.baseline if config.comm is Comm.fused else Comm.fused
         train = [_program("torchrun"), "--standalone", f"--nproc-per-node={world_size}", *_script("train", launched=True)]
         settings = ["--config", f"{run}/config.yaml", f"name={config.name}_{other.name}", f"comm={other.name}"]
+        settings += ["comm_strict=false"] if config.comm_strict and other is Comm.baseline else []
         commands.append((f"compare with comm={other.name}", [*train, *settings]))
     return "\n".join(f"  {purpose}: {shlex.join(command)}" for purpose, command in commands)
 

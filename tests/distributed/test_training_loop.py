@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_fused.config import Comm, Config, Split, load_config
+from dlrm_fused.config import Comm, Config, Split, load_config, to_yaml
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.errors import ConfigError, TrainingError
 from dlrm_fused.ops.embedding_all_to_all import kernel as embedding_kernel
+from dlrm_fused.sharding.groups import expert_parallel_size
 from dlrm_fused.training.evaluation import evaluate
+from dlrm_fused.training.next_steps import next_steps
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.runtime import Rank
 from dlrm_fused.training.step_timer import StepTimer
@@ -210,6 +212,20 @@ def test_the_end_of_a_run_says_what_to_do_next(tmp_path):
     assert (Path(compare[0]).name, *compare[1:3]) == ("torchrun", "--standalone", "--nproc-per-node=1")
     assert "compare with comm=baseline" in _end_of_script("train.py", compare[4:], tmp_path)
     assert load_config(tmp_path / "run_fused/config.yaml", []).comm is Comm.fused
+
+
+def test_what_to_do_next_is_allowed_after_a_strict_run_whose_ranks_share_layers(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = small_config(tmp_path, "comm=fused", "comm_strict=true", "model.experts.count=4", "model.experts.parallel=2")
+    config.run_dir.mkdir()
+    (config.run_dir / "config.yaml").write_text(to_yaml(config))
+    _, evaluate_it, compare = (shlex.split(step.split(": ", 1)[1]) for step in next_steps(config, 2).splitlines())
+    one_process, baseline = (
+        load_config(config.run_dir / "config.yaml", [word for word in command if "=" in word and not word.startswith("-")])
+        for command in (evaluate_it, compare)
+    )
+    assert expert_parallel_size(one_process.model.experts, world_size=1) == 1
+    assert baseline.comm is Comm.baseline
 
 
 def _end_of_script(script: str, arguments: list[str], folder: Path) -> str:
