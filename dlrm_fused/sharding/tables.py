@@ -70,7 +70,7 @@ def fill_uniform(weight: Tensor, offsets: tuple[int, int], shape: tuple[int, int
     generator = torch.Generator(weight.device)
     for block in range(first_row // _INIT_BLOCK_ROWS, -(-end_row // _INIT_BLOCK_ROWS)):
         start, stop = block * _INIT_BLOCK_ROWS, min((block + 1) * _INIT_BLOCK_ROWS, rows)
-        generator.manual_seed(seed * 2_000_003 + block)
+        generator.manual_seed((seed * 2_000_003 + block) % 2**64)  # all that a generator takes
         values = torch.empty(stop - start, dim, device=weight.device).uniform_(-bound, bound, generator=generator)
         low, high = max(start, first_row), min(stop, end_row)
         weight[low - first_row : high - first_row] = values[

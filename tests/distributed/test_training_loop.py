@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dlrm_fused.config import Comm, Config, Split, load_config, to_yaml
+from dlrm_fused.config.schema import MAX_INT32
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.errors import ConfigError, TrainingError
@@ -212,6 +213,10 @@ def test_the_end_of_a_run_says_what_to_do_next(tmp_path):
     assert (Path(compare[0]).name, *compare[1:3]) == ("torchrun", "--standalone", "--nproc-per-node=1")
     assert "compare with comm=baseline" in _end_of_script("train.py", compare[4:], tmp_path)
     assert load_config(tmp_path / "run_fused/config.yaml", []).comm is Comm.fused
+
+
+def test_the_largest_seed_trains(tmp_path):
+    assert losses(train(tmp_path, 1, f"seed={MAX_INT32}", "training.max_steps=1", "data.synthetic.history_length=2"))
 
 
 def test_what_to_do_next_is_allowed_after_a_strict_run_whose_ranks_share_layers(tmp_path, monkeypatch):
