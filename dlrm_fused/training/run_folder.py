@@ -94,15 +94,18 @@ class RunFolder:
         Raises:
             CheckpointError: if it has, with other settings.
         """
-        summary = self.summary() or {}
+        summary, most = self.summary(), config.training.max_steps
+        if summary is None:
+            return False
         step = self.checkpoints.last()
-        is_finished = summary.get("steps", 0) >= config.training.max_steps
         if step is None:
-            return is_finished or bool(summary.get("reached_target")) or bool(summary.get("lost_patience"))
-        # The summary's word is not enough: a higher target, or more patience, may be wanted now.
+            ended_early = bool(summary.get("reached_target")) or bool(summary.get("lost_patience"))
+            return ended_early or summary.get("steps", 0) >= most
+        # The summary's word is not enough: a higher target, or more patience, may be wanted now, or the last checkpoint was
+        # damaged and set aside.
         progress = self.checkpoints.progress(step)
         has_ended = reaches_target(config, progress.validation_auc) or loses_patience(config, progress.evaluations_since_best)
-        is_finished |= bool(summary) and has_ended
+        is_finished = has_ended or step >= most
         if is_finished:
             self.check_settings(config, step)
         return is_finished

@@ -189,6 +189,15 @@ class TestIsFinished:
         config.evaluation.patience = 3
         assert not folder.is_finished(config)
 
+    def test_a_last_checkpoint_that_was_set_aside_is_made_again(self, folder, config):
+        steps = config.training.max_steps
+        self.write_summary(folder, steps)
+        for step in (steps - 1, steps):
+            add_checkpoint(folder.checkpoints, config, step)
+        assert folder.is_finished(config)
+        folder.checkpoints.set_aside(steps)
+        assert not folder.is_finished(config)
+
     @pytest.mark.parametrize("content", ['{"steps": 1', "", "[]", '{"steps": "5"}', '{"steps": null}', '{"reached_target": 1}'])
     def test_a_damaged_summary_is_told_and_counts_as_none(self, folder, config, content, caplog):
         folder.path.mkdir()
