@@ -31,8 +31,7 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     if config.data.source is DataSource.synthetic:
         return {}
     schema: DatasetSchema = getattr(dataset, "stored_schema", dataset.schema)
-    names = [list(schema.dense_features), *([f.name for f in fs] for fs in (schema.sparse_features, schema.token_features))]
-    digests = {"features": _digest([*names, schema.history_length])}
+    digests = {"features": digest_of_features(schema)}
     if config.data.source is DataSource.prepared:
         digests["rows"] = _digest([feature.rows for feature in schema.tables])
     if config.model.kind.reads_times:
@@ -40,6 +39,12 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     folder = transformation_of(config)
     digest = "" if folder is None else Transformation.digest_of(folder)
     return digests | ({"transformation": digest} if digest else {})
+
+
+def digest_of_features(schema: DatasetSchema) -> str:
+    """Return the digest of the features' names, in their order, and of the length of histories."""
+    names = [list(schema.dense_features), *([f.name for f in fs] for fs in (schema.sparse_features, schema.token_features))]
+    return _digest([*names, schema.history_length])
 
 
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:

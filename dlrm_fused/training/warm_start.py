@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.datasets.data_settings import transformation_of
+from dlrm_fused.datasets.identity import digest_of_features
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.datasets.transformation import MISSING, TRANSFORMATION, UNSEEN, IdEncoding, Transformation
 from dlrm_fused.errors import CheckpointError
@@ -59,7 +60,8 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
     large as before. Optimizers begin anew.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it does not fit the model or its labels, or rows cannot be matched.
+        CheckpointError: there is no such checkpoint, it does not fit the model, its features or its labels, or rows cannot be
+            matched.
         ConfigError, DataError: the other run's config or transformation cannot be read.
     """
     run = RunFolder(Path(config.checkpoint.warm_start))
@@ -78,6 +80,7 @@ def _begin_with_weights_of(run: RunFolder, config: Config, sharded: ShardedModel
     _check_transformation(run, step)
     maps = _row_maps(run, config)
     _check_rows(maps, schema)
+    _check_features(run, step, schema)
     path, state = run.checkpoints.of(step), model_state(sharded)
     matched = {f"table.{table}.weight" for table in maps}
     restore_tensors(path, {key: value for key, value in state.items() if key not in matched})
@@ -115,6 +118,13 @@ def _check_rows(maps: Mapping[str, RowMap], schema: DatasetSchema) -> None:
         ids = len(maps[table.name].old_ids) if table.name in maps else table.rows
         if table.rows != ids:
             raise CheckpointError(f"{table.name} has {table.rows} rows for {ids} ids; allowed: embedding.max_rows=0")
+
+
+def _check_features(run: RunFolder, step: int, schema: DatasetSchema) -> None:
+    """Check that features have the places that they had: weights of dense layers know these alone."""
+    trained_with = run.checkpoints.progress(step).data.get("features")
+    if trained_with not in (None, digest_of_features(schema)):
+        raise CheckpointError("was trained on other features, or in another order; take the same columns in the same order")
 
 
 def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None:

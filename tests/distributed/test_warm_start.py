@@ -173,6 +173,14 @@ def users_as_text(folder: Path) -> list[str]:
     return [f"data.path={prepared(folder / 'set', text)}"]
 
 
+def features_in_another_order(folder: Path) -> list[str]:
+    return [f"data.path={prepared(folder / 'set', random_table(), '--sparse', 'color,user,tags')}"]
+
+
+def dense_features_in_another_order(folder: Path) -> list[str]:
+    return [f"data.path={prepared(folder / 'set', random_table(), '--dense', 'age,price')}"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -186,6 +194,8 @@ def users_as_text(folder: Path) -> list[str]:
         (hashed, "user had integer values there, and has hashed integer values now: rows cannot be matched"),
         (without_transformation, "the data of this run has no transformation, .*: rows cannot be matched"),
         (users_as_text, "user had integer values there, and has text values now: rows cannot be matched"),
+        (features_in_another_order, "the same columns in the same order"),
+        (dense_features_in_another_order, "the same columns in the same order"),
     ],
     ids=[
         "no run",
@@ -195,6 +205,8 @@ def users_as_text(folder: Path) -> list[str]:
         "hashed now",
         "no transformation",
         "another type",
+        "another order",
+        "another order of numbers",
     ],
 )
 def test_what_cannot_go_on_is_said_in_one_line(
