@@ -40,7 +40,8 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Finds the k best of E experts for each token; in float32, since small differences decide.
+    """Finds the k best of E experts for each token; in float32, since small differences decide. On GPUs the product is in TF32
+    where ``torch.get_float32_matmul_precision`` allows it.
 
     A score is the softmax over all experts, or the sigmoid, of a logit; the gates of a token are the scores of its experts
     divided by their sum. With k = 1, the gate is the score itself: the quotient, 1, would teach the router nothing.
