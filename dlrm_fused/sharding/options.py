@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import torch
 from torchrec.distributed.types import CommOp, QuantizedCommCodecs
@@ -19,15 +19,18 @@ AUTO: Final = "auto"
 Codecs = Mapping[str, QuantizedCommCodecs] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FusedOptions:
     """The arguments of a fused sharder, such as :class:`FusedEmbeddingBagCollectionSharder`, for the modules that it shards.
 
     Attributes:
         reason_against_wire: why the sharder's number formats are not covered; None if they are.
+
+    Raises:
+        UsageError: for a wrong argument.
     """
 
-    mode: Mode
+    mode: Mode = FUSED
     strict: bool
     forward_wire: torch.dtype
     backward_wire: torch.dtype
@@ -37,54 +40,35 @@ class FusedOptions:
     in_feature_order: bool = False
     fixed_shapes: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        codecs: Codecs,
-        operations: Sequence[CommOp],
-        *,
-        mode: Mode = FUSED,
-        strict: bool,
-        forward_wire: torch.dtype | None,
-        backward_wire: torch.dtype | None,
-        timeout_seconds: float,
-        check_indices: bool = False,
-        in_feature_order: bool = False,
-        fixed_shapes: bool = False,
-    ) -> Self:
-        """Return the options of a sharder's arguments.
-
-        Args:
-            codecs: TorchRec's, which decide the number formats that are not given.
-            operations: those of TorchRec that fused communication replaces.
-
-        Raises:
-            UsageError: for a wrong argument.
-        """
-        if mode not in (FUSED, AUTO):
-            raise UsageError(f"mode={mode!r}: allowed: {FUSED!r}, {AUTO!r}")
-        if not timeout_seconds > 0:
-            raise UsageError(f"timeout_seconds={timeout_seconds}: allowed: a positive number")
-        for key, dtype in (("forward_wire", forward_wire), ("backward_wire", backward_wire)):
-            if dtype is not None and reason_against_wire(key, dtype):
-                raise UsageError(f"{key}={dtype}: allowed: torch.float32, torch.bfloat16, torch.float16")
-        codec_forward, codec_backward, reason = _wires_of_codecs(codecs, operations)
-        return cls(
-            mode=mode,
-            strict=strict,
-            forward_wire=forward_wire or codec_forward,
-            backward_wire=backward_wire or codec_backward,
-            reason_against_wire=reason if forward_wire is None or backward_wire is None else None,
-            timeout_seconds=timeout_seconds,
-            check_indices=check_indices,
-            in_feature_order=in_feature_order,
-            fixed_shapes=fixed_shapes,
-        )
+    def __post_init__(self) -> None:
+        if self.mode not in (FUSED, AUTO):
+            raise UsageError(f"mode={self.mode!r}: allowed: {FUSED!r}, {AUTO!r}")
+        if not self.timeout_seconds > 0:
+            raise UsageError(f"timeout_seconds={self.timeout_seconds}: allowed: a positive number")
 
 
 def wire_for(wire: torch.dtype, output: torch.dtype, ranks: int) -> torch.dtype:
     """Return the format that travels: no wider than the output. On one rank nothing travels, and so nothing is rounded."""
     return output if ranks == 1 or wire.itemsize > output.itemsize else wire
+
+
+def chosen_wires(
+    codecs: Codecs, operations: Sequence[CommOp], forward: torch.dtype | None, backward: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype, str | None]:
+    """Return the number formats of communication, forward and backward, and why they are not covered; None if they are.
+
+    Args:
+        codecs: TorchRec's, which decide the number formats that are not given.
+        operations: those of TorchRec that fused communication replaces.
+
+    Raises:
+        UsageError: for a format that is given and not covered.
+    """
+    for key, dtype in (("forward_wire", forward), ("backward_wire", backward)):
+        if dtype is not None and reason_against_wire(key, dtype):
+            raise UsageError(f"{key}={dtype}: allowed: torch.float32, torch.bfloat16, torch.float16")
+    of_forward, of_backward, reason = _wires_of_codecs(codecs, operations)
+    return forward or of_forward, backward or of_backward, reason if forward is None or backward is None else None
 
 
 def _wires_of_codecs(registry: Codecs, operations: Sequence[CommOp]) -> tuple[torch.dtype, torch.dtype, str | None]:

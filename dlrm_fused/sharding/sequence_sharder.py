@@ -54,7 +54,7 @@ from dlrm_fused.sharding.exchange import next_number
 from dlrm_fused.sharding.fbgemm_tables import FbgemmTables
 from dlrm_fused.sharding.fused_input_dist import offsets_of
 from dlrm_fused.sharding.module_support import ModuleSupport, check_options, tables_of_sequences
-from dlrm_fused.sharding.options import FUSED, FusedOptions, wire_for
+from dlrm_fused.sharding.options import FUSED, FusedOptions, chosen_wires, wire_for
 from dlrm_fused.sharding.support import ADAMS, TableSettings, output_type, reason_against
 from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
@@ -92,12 +92,13 @@ class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         self._with_index_dedup = use_index_dedup
-        self.options = FusedOptions.of(
-            qcomm_codecs_registry,
-            (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,),
+        operations = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
+        forward, backward, reason = chosen_wires(qcomm_codecs_registry, operations, forward_wire, backward_wire)
+        self.options = FusedOptions(
             strict=strict,
-            forward_wire=forward_wire,
-            backward_wire=backward_wire,
+            forward_wire=forward,
+            backward_wire=backward,
+            reason_against_wire=reason,
             timeout_seconds=timeout_seconds,
         )
 

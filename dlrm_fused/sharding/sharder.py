@@ -18,7 +18,7 @@ from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommC
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_fused.compat.torchrec import sharded_module_order
-from dlrm_fused.sharding.options import FUSED, FusedOptions, Mode
+from dlrm_fused.sharding.options import FUSED, FusedOptions, Mode, chosen_wires
 from dlrm_fused.sharding.paths import Turns
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 
@@ -67,13 +67,14 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         self._turns = Turns()
-        self.options = FusedOptions.of(
-            qcomm_codecs_registry,
-            (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER),
+        operations = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
+        forward, backward, reason = chosen_wires(qcomm_codecs_registry, operations, forward_wire, backward_wire)
+        self.options = FusedOptions(
             mode=mode,
             strict=strict,
-            forward_wire=forward_wire,
-            backward_wire=backward_wire,
+            forward_wire=forward,
+            backward_wire=backward,
+            reason_against_wire=reason,
             timeout_seconds=timeout_seconds,
             check_indices=check_indices,
             in_feature_order=in_feature_order,
