@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 from pathlib import Path
 
 import triton
 
-_TOOL_SECONDS = 15
+from dlrm_fused.doctor.gpus import output_of
+
 _LARGE_BYTES = 16 << 20
 
 
@@ -38,27 +38,20 @@ def fbgemm_architectures() -> list[str]:
     """
     spec = importlib.util.find_spec("fbgemm_gpu")
     for folder in spec.submodule_search_locations or () if spec else ():
-        for library in sorted(Path(folder).glob("*.so"), key=_size):
-            if _size(library) < _LARGE_BYTES and (found := parse_cuobjdump(_cuobjdump(library))):
+        sizes = {library: library.stat().st_size for library in Path(folder).glob("*.so")}
+        for library in sorted(sizes, key=lambda library: sizes[library]):
+            if sizes[library] < _LARGE_BYTES and (found := parse_cuobjdump(_cuobjdump(library))):
                 return found
     return []
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
 def _cuobjdump(library: Path) -> str:
-    """Output of cuobjdump; empty if it is missing, fails or takes too long."""
-    listed = ""
-    for what in ("--list-elf", "--list-ptx"):
-        try:
-            command = [triton.knobs.nvidia.cuobjdump.path, what, str(library)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
-        except (AttributeError, OSError, RuntimeError, subprocess.TimeoutExpired):
-            return ""
-        listed += done.stdout
-    return listed
+    """Return the output of cuobjdump; empty if Triton does not bring it."""
+    try:
+        tool = triton.knobs.nvidia.cuobjdump.path
+    except (AttributeError, RuntimeError):
+        return ""
+    return output_of(tool, "--list-elf", str(library)) + output_of(tool, "--list-ptx", str(library))
 
 
 def parse_cuobjdump(text: str) -> list[str]:

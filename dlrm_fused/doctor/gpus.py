@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,20 +36,18 @@ class Smi:
 
 def ask_nvidia_smi() -> Smi:
     """Ask nvidia-smi, if there is one, for its GPUs, NVLinks and topology; each question has a time limit."""
-    listed = _nvidia_smi("--query-gpu=index,uuid,driver_version", "--format=csv,noheader")
+    listed = output_of("nvidia-smi", "--query-gpu=index,uuid,driver_version", "--format=csv,noheader")
     indices, driver = parse_gpus(listed)
     if not indices:
         return Smi()
-    return Smi(indices, driver, parse_nvlinks(_nvidia_smi("nvlink", "-s")), parse_topology(_nvidia_smi("topo", "-m")))
+    nvlinks, topology = output_of("nvidia-smi", "nvlink", "-s"), output_of("nvidia-smi", "topo", "-m")
+    return Smi(indices, driver, parse_nvlinks(nvlinks), parse_topology(topology))
 
 
-def _nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; empty if it is missing, fails or takes too long."""
-    path = shutil.which("nvidia-smi")
-    if path is None:
-        return ""
+def output_of(*command: str) -> str:
+    """Return the output of a tool; empty if it is missing, fails or takes too long."""
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
