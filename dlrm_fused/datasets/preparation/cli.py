@@ -170,6 +170,6 @@ def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _prepare_synthetic(args: argparse.Namespace) -> PreparedInfo:
     # Imported here, since it needs torch, which takes seconds to load.
-    from dlrm_fused.datasets.preparation.synthetic import SyntheticOptions, prepare_synthetic
+    from dlrm_fused.datasets.preparation.synthetic import prepare_synthetic
 
-    return prepare_synthetic(SyntheticOptions(args.output, options_of(SyntheticConfig, args), args.seed, args.overwrite))
+    return prepare_synthetic(args.output, options_of(SyntheticConfig, args), args.seed, args.overwrite)

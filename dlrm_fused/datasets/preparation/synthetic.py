@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,31 +23,20 @@ from dlrm_fused.errors import ConfigError, DataError
 ROWS_AT_ONCE = 16_384
 
 
-@dataclass(frozen=True)
-class SyntheticOptions:
-    """
-    Attributes:
+def prepare_synthetic(output: Path, settings: SyntheticConfig, seed: int, overwrite: bool) -> PreparedInfo:
+    """Write all samples of all splits to ``output``.
+
+    Args:
         seed: decides every sample; a run with the same ``seed`` and ``data.synthetic`` generates the same ones.
-    """
-
-    output: Path
-    settings: SyntheticConfig = field(default_factory=SyntheticConfig)
-    seed: int = 1
-    overwrite: bool = False
-
-
-def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
-    """Write all samples of all splits to ``options.output``.
 
     Raises:
         DataError: if a setting is out of range or the output is taken.
     """
-    settings = options.settings
     _check(settings)
-    dataset = SyntheticDataset(settings, options.seed, torch.device("cpu"))
+    dataset = SyntheticDataset(settings, seed, torch.device("cpu"))
     features = tuple(replace(f, jagged=f.jagged or f.pooling_factor != 1) for f in dataset.schema.sparse_features)
     schema = replace(dataset.schema, sparse_features=features)
-    with new_output(options.output, options.overwrite) as folder:
+    with new_output(output, overwrite) as folder:
         with ExitStack() as stack:
             interactions = InteractionFiles(folder, schema.token_features, stack) if schema.token_features else None
             for split in Split:
@@ -55,7 +44,7 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
         best = dataset.best_attainable_auc()  # of the first label
         origin = {
             "data_set": "synthetic",
-            "seed": options.seed,
+            "seed": seed,
             **asdict(settings),
             "best_attainable_test_auc": best.auc,
             "best_attainable_test_auc_standard_error": best.error,
