@@ -5,6 +5,7 @@ Enumerations are written by their names: ``embedding.sharding=row_wise``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -13,15 +14,13 @@ from dlrm_fused.config.registry import DataSource, ModelKind
 from dlrm_fused.config.setting import (
     BELOW_ONE,
     POSITIVE,
+    Bound,
     at_least,
     between,
-    different,
     each_positive,
-    matching,
     multiple_of,
     one_of,
     setting,
-    zero_or_multiple_of,
 )
 
 MAX_INT32 = 2**31 - 1
@@ -92,6 +91,8 @@ def _has_experts(config: Config) -> bool:
     return config.model.experts.count > 0
 
 
+_FOLDER_NAME = Bound(lambda name: re.fullmatch(r"(?!\.\.?$)[\w.\-]+", name) is not None, "letters, digits, '.', '_' and '-'")
+_DIFFERENT_COLUMNS = Bound(lambda names: 0 < len(names) == len(set(names)), "one or more different columns")
 _WIDTHS = each_positive("one or more positive widths", minimum_length=1)
 
 
@@ -133,7 +134,7 @@ class DataConfig:
     # For sets with times: training in order of time, shuffled within windows.
     windows: Windows = Windows.none
     # For parquet: columns of labels, the first of which decides which checkpoint is best, of weights and of times; "" for none.
-    labels: list[str] = setting(["label"], different("one or more different columns"))
+    labels: list[str] = setting(["label"], _DIFFERENT_COLUMNS)
     sample_weight: str = ""
     sample_time: str = ""
     # Threads that assemble batches, and batches each rank holds ready.
@@ -205,7 +206,7 @@ class TableConfig:
     pooling_factor: float = setting(0.0, at_least(0))
     learning_rate: float = setting(0.0, at_least(0))  # 0: that of embedding.optimizer
     # Columns; 0 takes embedding.dim.
-    dim: int = setting(0, zero_or_multiple_of(4))
+    dim: int = setting(0, Bound(lambda columns: columns >= 0 and columns % 4 == 0, "0, or a positive multiple of 4"))
 
 
 @dataclass
@@ -324,7 +325,7 @@ class RuntimeConfig:
 @dataclass
 class Config:
     # Results go to output_dir/name.
-    name: str = setting("dlrm", matching(r"(?!\.\.?$)[\w.\-]+", "letters, digits, '.', '_' and '-'"))
+    name: str = setting("dlrm", _FOLDER_NAME)
     output_dir: str = "runs"
     seed: int = setting(1, between(0, MAX_INT32))
     comm: Comm = Comm.baseline

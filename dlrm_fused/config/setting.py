@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -86,10 +85,6 @@ def multiple_of(factor: int) -> Bound:
     return Bound(lambda value: value > 0 and value % factor == 0, f"a positive multiple of {factor}")
 
 
-def zero_or_multiple_of(factor: int) -> Bound:
-    return Bound(lambda value: value >= 0 and value % factor == 0, f"0, or a positive multiple of {factor}")
-
-
 def one_of(*choices: str) -> Bound:
     return Bound(lambda value: value in choices, ", ".join(choices))
 
@@ -97,16 +92,6 @@ def one_of(*choices: str) -> Bound:
 def each_positive(words: str, *, minimum_length: int = 0) -> Bound:
     """Return the bound of a list of int: each is 1 or more, and there are ``minimum_length`` of them or more."""
     return Bound(lambda values: len(values) >= minimum_length and all(value >= 1 for value in values), words)
-
-
-def different(words: str) -> Bound:
-    """Return the bound of a list of one or more elements, no two of which are equal."""
-    return Bound(lambda values: 0 < len(values) == len(set(values)), words)
-
-
-def matching(pattern: str, words: str) -> Bound:
-    """Return the bound of a text that matches ``pattern`` from its first character to its last."""
-    return Bound(lambda text: re.fullmatch(pattern, text) is not None, words)
 
 
 POSITIVE = Bound(lambda value: value > 0, "a positive number")
