@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,26 +26,15 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class ServiceMetrics:
-    """Counts requests, their times and the rows of batches.
-
-    Attributes:
-        seconds: seconds from the first byte of a request to its answer.
-    """
-
-    def __init__(self, waiting_rows: Callable[[], float]) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter("dlrm_requests", "Requests for predictions", ["status"], registry=self.registry)
-        self.seconds = Histogram("dlrm_request_seconds", "Time to answer", buckets=_SECONDS, registry=self.registry)
-        self.batch_rows = Histogram("dlrm_batch_rows", "Rows scored at once", buckets=_ROWS, registry=self.registry)
-        waiting = Gauge("dlrm_waiting_rows", "Rows that wait for their batch", registry=self.registry)
-        waiting.set_function(waiting_rows)
-
-
 def build_service(model: Model, limits: Limits) -> FastAPI:
     """Return the ASGI application that predicts with a model."""
-    batcher = Batcher(model.score, limits, lambda rows: metrics.batch_rows.observe(rows))
-    metrics = ServiceMetrics(lambda: batcher.waiting_rows)
+    registry = CollectorRegistry()
+    requests = Counter("dlrm_requests", "Requests for predictions", ["status"], registry=registry)
+    seconds = Histogram("dlrm_request_seconds", "Time to answer", buckets=_SECONDS, registry=registry)  # from the first byte on
+    batch_rows = Histogram("dlrm_batch_rows", "Rows scored at once", buckets=_ROWS, registry=registry)
+    batcher = Batcher(model.score, limits, batch_rows.observe)
+    waiting = Gauge("dlrm_waiting_rows", "Rows that wait for their batch", registry=registry)
+    waiting.set_function(lambda: batcher.waiting_rows)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,8 +59,8 @@ def build_service(model: Model, limits: Limits) -> FastAPI:
         except Exception:
             logger.exception("a batch could not be scored")
             answer = _refusal(500, "internal error; the log of the service has the reason")
-        metrics.requests.labels(answer.status_code).inc()
-        metrics.seconds.observe(time.perf_counter() - began)
+        requests.labels(answer.status_code).inc()
+        seconds.observe(time.perf_counter() - began)
         return answer
 
     @service.get("/health", summary="The model that is served")
@@ -80,7 +69,7 @@ def build_service(model: Model, limits: Limits) -> FastAPI:
 
     @service.get("/metrics", summary="For Prometheus", response_class=Response)
     async def prometheus() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return service
 
