@@ -44,7 +44,7 @@ def export_run(
 
     Args:
         checkpoint: ``best``, ``last`` or a step.
-        table_dtype: one of :data:`~dlrm_fused.inference.export.weights.TABLE_DTYPES`.
+        table_dtype: ``fp32``, ``fp16`` or ``int8``.
         split: the samples on which the AUC of each label is compared with that in fp32.
         overrides: ``key=value`` settings that replace those of the run.
 
@@ -83,8 +83,8 @@ def export_run(
 def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) -> loader.Model:
     """Write all files but the quality and the checksums; return the model with tables in fp32."""
     schema = dataset.schema
-    weights = restore_weights(saved, schema)
-    if not getattr(weights.model, "reads_histories", False):
+    model, tables = restore_weights(saved, schema)
+    if not getattr(model, "reads_histories", False):
         schema = dataclasses.replace(schema, token_features=(), history_length=0)
     source = transformation_of(saved.config)
     if source is not None:
@@ -95,21 +95,21 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     # A stored set may have larger ids, which are taken modulo the rows of the model's tables.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
-    info["reads_times"] = getattr(weights.model, "reads_times", False)
+    info["reads_times"] = getattr(model, "reads_times", False)
     if not getattr(dataset, "has_dense", True):
         info["dense_features"] = []
     (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
     (folder / "config.yaml").write_text(to_yaml(saved.config), encoding="utf-8")
     _write_loader(folder)
-    program = export_dense_part(weights.model, saved.config, schema)
+    program = export_dense_part(model, saved.config, schema)
     archive = io.BytesIO()  # torch does not tell a full disk from other failures
     torch.export.save(program, archive)
     (folder / "dense.pt2").write_bytes(archive.getbuffer())
-    write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
+    write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in tables.items()})
     # safetensors lets the owner alone read its file, whatever the umask; the service may be another user.
     shutil.copymode(folder / MANIFEST, folder / "tables.safetensors")
-    tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
-    return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
+    in_fp32 = tuple(loader.Table(tables[feature.name]) for feature in schema.tables)
+    return loader.Model(info, program.module(), in_fp32, loader.read_rows(folder, info))
 
 
 def _write_loader(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,26 +32,11 @@ ALONE = (
 )
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Holds a trained model.
-
-    Attributes:
-        model: its dense part, on the CPU, in evaluation mode; its tables have no memory.
-        tables: [rows, dim] float32, by name.
-    """
-
-    model: nn.Module
-    tables: dict[str, NDArray[np.float32]]
-
-
-TABLE_DTYPES = ("fp32", "fp16", "int8")
-
 _LARGEST = 127  # the largest int8; -128 is left out, so that both signs have one scale
 
 
 def convert(weight: NDArray[np.float32], dtype: str) -> Table:
-    """Return a table [rows, dim] in one of :data:`TABLE_DTYPES`.
+    """Return a table [rows, dim] in ``fp32``, ``fp16`` or ``int8``.
 
     In int8, a row is rounded to multiples of its largest absolute value / 127, its scale.
     """
@@ -75,8 +59,11 @@ def write_tables(path: Path, tables: Mapping[str, Table]) -> None:
     save_file(arrays, path)
 
 
-def restore_weights(saved: SavedRun, schema: DatasetSchema) -> Weights:
+def restore_weights(saved: SavedRun, schema: DatasetSchema) -> tuple[nn.Module, dict[str, NDArray[np.float32]]]:
     """Load a checkpoint.
+
+    Returns:
+        The model, its dense part on the CPU, in evaluation mode, its tables without memory; and these, [rows, dim], by name.
 
     Raises:
         CheckpointError: if it is damaged or does not fit.
@@ -90,4 +77,4 @@ def restore_weights(saved: SavedRun, schema: DatasetSchema) -> Weights:
     dense: State = {f"dense.{name}": value.detach() for name, value in task.state_dict().items() if not is_table(name)}
     of_tables = {f"table.{name}.weight": table for name, table in tables.items()}
     restore_tensors(saved.checkpoint, {**dense, **of_tables}, is_whole=True)
-    return Weights(task.model, {name: table.float().numpy() for name, table in tables.items()})
+    return task.model, {name: table.float().numpy() for name, table in tables.items()}
