@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 
 from dlrm_fused.config import Split
+from dlrm_fused.config.loading import parse_override
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import Output
@@ -68,7 +70,8 @@ def evaluate_run(
             parts.append((output.logits[real].sigmoid().cpu().numpy(), output.labels[real].cpu().numpy()))
 
         # The setting of the run is for evaluations during training.
-        is_limited = any(override.startswith("evaluation.max_samples=") for override in overrides)
+        given = (OmegaConf.select(parse_override(override), "evaluation.max_samples") for override in overrides)
+        is_limited = any(samples is not None for samples in given)
         most = saved.config.evaluation.max_samples if is_limited else 0
         values = evaluate(sharded.model, dataset, split, saved.config, device, most, observe=keep if predictions else None)
         why = undefined(split.name, values)

@@ -270,4 +270,5 @@ def test_the_run_ends_when_its_auc_does_not_rise_any_more(tmp_path):
 def test_a_whole_split_is_evaluated_after_training_unless_the_command_limits_it(tmp_path):
     run = train(tmp_path, 1, "training.max_steps=5", "evaluation.max_samples=100", "evaluation.every_steps=5")
     assert evaluate_run(run, 1)["samples"] == 1_501
-    assert evaluate_run(run, 2, "evaluation.max_samples=100")["samples"] == 100
+    for limit in ("evaluation.max_samples=100", "evaluation={max_samples: 100}"):
+        assert evaluate_run(run, 2, limit)["samples"] == 100
