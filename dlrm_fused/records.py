@@ -24,11 +24,15 @@ def write_record(path: Path, record: Any) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file in UTF-8 that is complete and on disk when this returns; a failure leaves the one before."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, error: type[UserError], remedy: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.records import read_json, read_record, write_record
+from dlrm_fused.records import read_json, read_record, replace_text, write_record
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,18 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         read_json(tmp_path / "nowhere.json", CheckpointError, "write it again")
     with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\); write it again"):
         read_json(tmp_path, CheckpointError, "write it again")
+
+
+def test_a_full_disk_leaves_the_file_before_and_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    replace_text(tmp_path / "file", "before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_text(tmp_path / "file", "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "before"
 
 
 def test_another_format_version_is_told(tmp_path: Path) -> None:
