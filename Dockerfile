@@ -16,7 +16,7 @@ COPY requirements/stacks/2.14.txt requirements/serve.txt requirements/
 RUN grep '^torch==' requirements/2.14.txt > requirements/torch.txt \
     && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt -r requirements/serve.txt
 # Owned by the user of the service, who could not read what a strict umask has checked out.
-COPY --chown=10001 dlrm_fused/__init__.py dlrm_fused/checksums.py dlrm_fused/errors.py dlrm_fused/records.py dlrm_fused/
+COPY --chown=10001 dlrm_fused/__init__.py dlrm_fused/checksums.py dlrm_fused/errors.py dlrm_fused/paths.py dlrm_fused/records.py dlrm_fused/
 COPY --chown=10001 dlrm_fused/datasets/__init__.py dlrm_fused/datasets/hashing.py dlrm_fused/datasets/table_format.py \
     dlrm_fused/datasets/transformation.py dlrm_fused/datasets/values.py dlrm_fused/datasets/
 COPY --chown=10001 dlrm_fused/inference/__init__.py dlrm_fused/inference/

@@ -20,6 +20,7 @@ from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens import read_source
 from dlrm_fused.datasets.preparation.movielens_releases import Release
 from dlrm_fused.errors import DataError
+from dlrm_fused.paths import user_path
 
 _LIKED = 4
 
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--source", default="recbole", help="folder of a release; default: the 100K one, out of PyPI's recbole package"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the Parquet file; its folder is made")
+    parser.add_argument("--output", type=user_path, required=True, help="the Parquet file; its folder is made")
     args = parser.parse_args()
     malformed = MalformedLines(max_share=1)  # they are left out and told; data/prepare.py movielens refuses many
     try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dlrm_fused.config import Split, load_config
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.launcher import end_with_torchrun, torchrun
+from dlrm_fused.paths import user_path
 from dlrm_fused.versions import check_versions
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
     def add_run(self) -> None:
-        self.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
+        self.add_argument("--run", required=True, type=user_path, help="folder of the run, such as runs/quickstart")
         self.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
 
     def add_overrides(self, of: str) -> None:
@@ -155,7 +156,7 @@ class _Parser(argparse.ArgumentParser):
 def train_command(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
     """Train as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
     parser = _Parser(program, TRAIN)
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument("--config", required=True, type=user_path, help="YAML file, see configs/")
     parser.add_overrides("file")
     parser.run(arguments, lambda rank, error_store, parsed: _train(rank, error_store, parsed.config, parsed.overrides))
 
@@ -165,8 +166,8 @@ def evaluate_command(arguments: Sequence[str] | None = None, program: str | None
     parser = _Parser(program, EVALUATE)
     parser.add_run()
     parser.add_argument("--split", default="test", choices=[split.name for split in Split])
-    parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
-    parser.add_argument("--output", type=Path, help="the JSON file of the table (default: eval.json in the run's folder)")
+    parser.add_argument("--predictions", type=user_path, help="also write the predictions to this Parquet file")
+    parser.add_argument("--output", type=user_path, help="the JSON file of the table (default: eval.json in the run's folder)")
     parser.add_argument("--online", action="store_true", help="compare online scores with the full model's")
     parser.add_argument("--requests", type=int, default=4, help="with --online: samples that are compared (default: 4)")
     parser.add_overrides("run")
@@ -190,7 +191,7 @@ def export_command(arguments: Sequence[str] | None = None, program: str | None =
     """Export as ``arguments`` say, by default those of this process; an error ends the process with one message."""
     parser = _Parser(program, EXPORT)
     parser.add_run()
-    parser.add_argument("--output", required=True, type=Path, help="the folder to write, which must not exist")
+    parser.add_argument("--output", required=True, type=user_path, help="the folder to write, which must not exist")
     parser.add_argument(
         "--tables", default="fp32", choices=["fp32", "fp16", "int8"], help="their number format (default: fp32)"
     )

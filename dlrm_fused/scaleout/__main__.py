@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dlrm_fused.config import Comm
 from dlrm_fused.errors import ConfigError, UsageError
+from dlrm_fused.paths import user_path
 from dlrm_fused.scaleout import plots
 from dlrm_fused.scaleout.scenario import Scenario, load_scenario
 from dlrm_fused.scaleout.step import Timeline
@@ -25,10 +26,10 @@ docs/scaleout.md says how it counts.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status; 1 for wrong input, with one line that says what to change."""
     parser = argparse.ArgumentParser("dlrm_fused.scaleout", description=DESCRIPTION)
-    parser.add_argument("--config", type=Path, required=True, help="a scenario, such as those in configs/scaleout")
-    parser.add_argument("--output", type=Path, help="folder for steps.csv and a timeline of each step, for ui.perfetto.dev")
-    parser.add_argument("--plot", type=Path, help="picture of samples/s by ranks")
-    parser.add_argument("--tornado", type=Path, help="picture of what each setting of sensitivity changes, and its table")
+    parser.add_argument("--config", type=user_path, required=True, help="a scenario, such as those in configs/scaleout")
+    parser.add_argument("--output", type=user_path, help="folder for steps.csv and timelines of all steps, for ui.perfetto.dev")
+    parser.add_argument("--plot", type=user_path, help="picture of samples/s by ranks")
+    parser.add_argument("--tornado", type=user_path, help="picture of what each setting of sensitivity changes, and its table")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the scenario")
     options = parser.parse_intermixed_args(arguments)
     try:

@@ -39,6 +39,13 @@ def test_the_script_prepares_a_set(tmp_path: Path, source: Path) -> None:
     assert PreparedInfo.load(tmp_path / "out").origin["hash_rows"] == 10
 
 
+def test_the_home_folder_is_known(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the ~ of --output=~/out as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["criteo", f"--input=~/{source.name}", "--output=~/out", "--hash-rows", "10"]) == 0
+    assert (tmp_path / "out/dataset.json").is_file()
+
+
 def test_preparation_does_not_load_torch() -> None:
     """It would need seconds, and hundreds of megabytes, for it."""
     code = "import sys; import dlrm_fused.datasets.preparation.cli; sys.exit('torch' in sys.modules)"

@@ -18,6 +18,7 @@ from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, write_parque
 from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table, options_of, whole
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo
 from dlrm_fused.errors import UserError
+from dlrm_fused.paths import user_path
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py") -> int:
@@ -67,7 +68,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, required=True, help="folder for the prepared set")
+    parser.add_argument("--output", type=user_path, required=True, help="folder for the prepared set")
     parser.add_argument("--overwrite", action="store_true", help="replace a prepared set that is there already")
 
 
@@ -110,7 +111,7 @@ def _add_criteo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     defaults = CriteoOptions(Path(), Path())
     parser = commands.add_parser("criteo", help="Criteo Kaggle train.txt and Criteo 1TB day_0 ... day_23")
     parser.add_argument(
-        "--input", type=Path, required=True, help="file, or folder with train.txt or day_0, day_1, ...; plain or .gz"
+        "--input", type=user_path, required=True, help="file, or folder with train.txt or day_0, day_1, ...; plain or .gz"
     )
     _common(parser)
     ids = parser.add_mutually_exclusive_group()
@@ -156,8 +157,8 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("parquet", help="a prepared set as Parquet files, for data.source=parquet")
-    parser.add_argument("--input", type=Path, required=True, help="folder of a prepared set")
-    parser.add_argument("--output", type=Path, required=True, help="new folder for the files of each split")
+    parser.add_argument("--input", type=user_path, required=True, help="folder of a prepared set")
+    parser.add_argument("--output", type=user_path, required=True, help="new folder for the files of each split")
     parser.add_argument(
         "--row-group-rows",
         type=whole("--row-group-rows", 1),

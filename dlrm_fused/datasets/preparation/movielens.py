@@ -34,6 +34,7 @@ from dlrm_fused.datasets.preparation.table.times import MICROSECONDS
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.errors import DataError
+from dlrm_fused.paths import user_path
 
 RECBOLE = "recbole==1.2.1"
 RECBOLE_FOLDER = "recbole/dataset_example/ml-100k/"
@@ -95,7 +96,7 @@ def read_source(source: str, malformed: MalformedLines) -> Release:
         DataError: if it cannot be downloaded, is not a release, or has too many malformed lines.
     """
     if source != "recbole":
-        return read_release(Path(source), malformed)
+        return read_release(user_path(source), malformed)
     with tempfile.TemporaryDirectory() as folder:
         return read_release(download_recbole(Path(folder)), malformed)
 

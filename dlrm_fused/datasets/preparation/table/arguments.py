@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from dlrm_fused.datasets.parallel import available_cores
@@ -14,6 +13,7 @@ from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.table_format import UNITS, TableFormat
 from dlrm_fused.datasets.transformation import DenseKind, HistoryColumns
 from dlrm_fused.errors import DataError
+from dlrm_fused.paths import user_path
 
 _KINDS = ", ".join(kind.name for kind in DenseKind)
 
@@ -83,7 +83,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 
 
 def add_apply(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transformation", type=Path, required=True, help="folder of a prepared set of 'table'")
+    parser.add_argument("--transformation", type=user_path, required=True, help="folder of a prepared set of 'table'")
     _add_common(parser)
     _add_split(parser, held_out=None)
     parser.set_defaults(prepare=_apply)
@@ -102,7 +102,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
             f"--{split}", nargs="+", default=[], metavar="FILE", help=f"instead of --input, files whose rows are for {split}"
         )
     _add_format(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the prepared set")
+    parser.add_argument("--output", type=user_path, required=True, help="folder for the prepared set")
     parser.add_argument("--overwrite", action="store_true", help="replace a prepared set that is there already")
     parser.add_argument("--workers", type=int, default=available_cores(), help="threads (default: one for each core)")
 
