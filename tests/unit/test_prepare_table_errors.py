@@ -159,7 +159,7 @@ FILES = {
     ),
     "two columns of a name": Wrong(
         text("t.csv", lines(GOOD + ",7", header="clicked,price,age,user,color,tags,user")),
-        "--input t.csv: two columns are named user; rename one",
+        "--input t.csv: two columns are named user; rename one; if it has no header, name all columns with --column-names",
         CSV,
     ),
 }
@@ -400,6 +400,11 @@ HISTORIES = {
         OK,
         "--history member: no such column in t.parquet; it has clicked, price, age, user, color, tags, time",
         ("--history", "member", "time", "color"),
+    ),
+    "a user who is a fraction": Wrong(
+        tables(t=changed("age", [7.0] * (ROWS - 1) + [7.5])),
+        f"--history age: 7.5 in t.parquet, row {ROWS}; allowed: whole numbers of 64 bits, as in the rest of the column; …",
+        ("--history", "age", "time", "color"),
     ),
     "a history of lists": Wrong(
         OK, "--history: tags holds lists; name a column with one value a row", ("--history", "user", "time", "tags")

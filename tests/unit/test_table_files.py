@@ -111,9 +111,14 @@ TEXTS = {
         "--quote '' if quotes mean nothing in it",
     ),
     "a suffix of no format": Read("t.dat", b"a|b\n1|x\n", "--input t.dat: unknown format; …; or give --delimiter, …"),
-    "two columns of a name": Read("t.csv", b"1,1\n1,2\n", "--input t.csv: two columns are named 1; name the columns with …"),
+    "two columns of a name": Read(
+        "t.csv", b"1,1\n1,2\n", "--input t.csv: two columns are named 1; rename one; if it has no header, …"
+    ),
+    "two columns without names": Read(
+        "t.csv", b"a,,\n1,2,3\n", "--input t.csv: two columns are named ''; give them names in the file; if it has no header, …"
+    ),
     "two columns renamed alike": Read(
-        "t.csv", b"a,b\n1,2\n", "--input t.csv: two columns are named b; rename one", TableFormat(renamed={"a": "b"})
+        "t.csv", b"a,b\n1,2\n", "--input t.csv: two columns are named b; rename one; …", TableFormat(renamed={"a": "b"})
     ),
 }  # fmt: skip
 

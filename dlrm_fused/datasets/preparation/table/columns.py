@@ -122,7 +122,7 @@ def read_numbers(block: Block, name: str, nulls: NullMarkers = NONE) -> NDArray[
     return numbers
 
 
-def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NONE) -> Categories:
+def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NONE, option: str = "--sparse") -> Categories:
     """Return values of a sparse column in n rows. A missing list counts as a list of one missing value; an empty one has none.
 
     Raises:
@@ -132,9 +132,9 @@ def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NON
     if column.separator:
         array = pc.split_pattern(_without_markers(as_text(array), nulls), column.separator)
     if not column.is_list:
-        return Categories(*_distinct(block, column, array, None, nulls), None)
+        return Categories(*_distinct(block, column, array, None, nulls, option), None)
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
-    distinct, number = _distinct(block, column, array.flatten(), lengths, nulls)
+    distinct, number = _distinct(block, column, array.flatten(), lengths, nulls, option)
     if array.null_count:
         is_null = array.is_null().to_numpy(zero_copy_only=False)
         with_missing = np.where(is_null, 1, lengths)
@@ -160,7 +160,7 @@ def _numbers(block: Block, name: str, option: str, nulls: NullMarkers = NONE) ->
 
 
 def _distinct(
-    block: Block, column: SparseColumn, array: pa.Array, lengths: Int | None, nulls: NullMarkers
+    block: Block, column: SparseColumn, array: pa.Array, lengths: Int | None, nulls: NullMarkers, option: str
 ) -> tuple[pa.Array, NDArray[np.int32]]:
     """Distinct values, and which of them each value is."""
     convert = partial(_wholes if column.values is Values.integer else _texts, nulls=nulls)
@@ -171,7 +171,7 @@ def _distinct(
         at = first_failing(array, convert)
         row = at if lengths is None else int(np.searchsorted(lengths.cumsum(), at, side="right"))
         raise DataError(
-            f"--sparse {column.name}: {shown(array[at].as_py())} in {block.where(row)}; allowed: whole numbers of 64 bits"
+            f"{option} {column.name}: {shown(array[at].as_py())} in {block.where(row)}; allowed: whole numbers of 64 bits"
             f"{', as in the rest of the column' if column.values is Values.integer else ' or text'}; write all values as text, "
             f"mend this one, or name it in {NULL_VALUES} if it stands for a missing one"
         ) from None

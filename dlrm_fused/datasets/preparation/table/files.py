@@ -160,7 +160,9 @@ def open_file(path: Path, table_format: TableFormat = PLAIN) -> TableFile:
     schema = pa.schema([*fields, *(pa.field(name, pa.string()) for name in partitions)])
     twice = [name for name in schema.names if schema.names.count(name) > 1]
     if twice:
-        remedy = "name the columns with --column-names" if is_text and twice[0].isdigit() else "rename one"
+        remedy = "rename one" if twice[0] else "give them names in the file"
+        if is_text and not table_format.column_names:
+            remedy += "; if it has no header, name all columns with --column-names"
         raise DataError(f"--input {path}: two columns are named {twice[0] or repr('')}; {remedy}")
     return TableFile(path, suffix, schema, dict(zip(names, in_file, strict=True)), table_format, partitions)
 

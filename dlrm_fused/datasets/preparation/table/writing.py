@@ -66,10 +66,10 @@ class InteractionColumns:
             split, labels: [n], of each row.
             ids: of each row, a column for each sparse feature.
         """
-        users = _row_keys(read_categories(block, self.user, self.nulls))
+        users = _row_keys(read_categories(block, self.user, self.nulls, HISTORY))
         nobody = users == 0
         users[nobody] = -1 - block.first - np.flatnonzero(nobody)
-        items = _row_keys(read_categories(block, self.item, self.nulls))
+        items = _row_keys(read_categories(block, self.item, self.nulls, HISTORY))
         times = read_times(block, self.time, HISTORY, self.time_format)
         of_rows = {_SPLIT: split, _USER: users, _ITEM: items, _TIME: times, TOKEN_LABEL: labels}
         return pl.DataFrame(of_rows).hstack(ids.select(self.tokens).rename(token_name))
