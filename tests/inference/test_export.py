@@ -427,6 +427,17 @@ def test_a_damaged_model_is_not_loaded(own_model: Path, name: str) -> None:
         load(own_model)
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff" * 50, b"\x04" + bytes(7) + b"[1] ", b'{"format_version": 2}', None])
+@pytest.mark.parametrize("name", ["tables.safetensors", "manifest.json", "dense.pt2"])
+def test_damage_is_told_without_checksums_too(own_model: Path, name: str, content: bytes | None) -> None:
+    (own_model / "checksums.json").unlink()
+    (own_model / name).unlink()
+    if content is not None:
+        (own_model / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=rf"{name}: (damaged \(.*\)|missing); export the model again"):
+        load(own_model)
+
+
 def test_a_model_without_checksums_is_loaded_and_that_is_told(own_model: Path, caplog: Any) -> None:
     (own_model / "checksums.json").unlink()
     load(own_model)

@@ -41,6 +41,7 @@ logger = logging.getLogger("dlrm_fused")
 
 FORMAT_VERSION = 2
 _EXPORT_AGAIN = "export the model again"
+_FILES = {"manifest.json", "dense.pt2", "tables.safetensors"}
 HISTORY = "history"  # the field of a row with its past interactions, oldest first
 TIME = "token_time"  # the field of a row, and of each past interaction, with the seconds of a model that reads times
 
@@ -177,14 +178,15 @@ def load(folder: str | Path) -> Model:
     folder = Path(folder)
     check_files(folder)
     info = read_manifest(folder)
-    arrays = read_safetensors(folder / "tables.safetensors")
-    names = [feature["name"] for feature in info["sparse_features"] + info["token_features"]]
-    tables = tuple(Table(arrays[f"{name}.rows"], arrays.get(f"{name}.scales")) for name in names)
-    try:
+    with _told_as_damage(folder / "tables.safetensors"):
+        arrays = read_safetensors(folder / "tables.safetensors")
+    with _told_as_damage(folder / "manifest.json"):
+        names = [feature["name"] for feature in info["sparse_features"] + info["token_features"]]
+        tables = tuple(Table(arrays[f"{name}.rows"], arrays.get(f"{name}.scales")) for name in names)
+        rows = read_rows(folder, info)
+    with _told_as_damage(folder / "dense.pt2"):
         dense_part = torch.export.load(folder / "dense.pt2").module()
-    except Exception as error:  # a damaged archive may raise anything
-        raise ValueError(f"{folder / 'dense.pt2'}: damaged ({type(error).__name__}); export the model again") from error
-    return Model(info, dense_part, tables, read_rows(folder, info))
+    return Model(info, dense_part, tables, rows)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -214,14 +216,15 @@ def check_files(folder: Path) -> None:
     """
     with _refused_as_value_error():
         checksums = Checksums.load(folder, DataError, _EXPORT_AGAIN)
+        for name in _FILES if checksums is None else checksums.files:
+            _check_presence(folder / name)
         if checksums is None:
             logger.warning("%s: exported by an earlier release, without checksums: damage of its bytes cannot be seen", folder)
             return
-        lacking = {"manifest.json", "dense.pt2", "tables.safetensors"} - checksums.files.keys()
+        lacking = _FILES - checksums.files.keys()
         if lacking:
             raise DataError(f"{folder / CHECKSUMS_FILE}: damaged: lacks {', '.join(sorted(lacking))}; {_EXPORT_AGAIN}")
         for name in checksums.files:
-            _check_presence(folder / name)
             checksums.check(folder, name, DataError, _EXPORT_AGAIN)
 
 
@@ -237,6 +240,17 @@ def _refused_as_value_error() -> Iterator[None]:
         yield
     except DataError as error:
         raise ValueError(str(error)) from None
+
+
+@contextmanager
+def _told_as_damage(path: Path) -> Iterator[None]:
+    """Raise whatever a damaged file leads to as ValueError that names it; messages that say what to do stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        if str(error).endswith(" again"):
+            raise
+        raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}); {_EXPORT_AGAIN}") from error
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -266,7 +280,8 @@ def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
     if not path.is_dir():
         return PreparedRows(info)
     trained_with = info.get("data", {}).get("transformation")
-    found = json.loads((path / "transformation.json").read_text(encoding="utf-8")).get("digest")
+    with _refused_as_value_error():
+        found = Transformation.digest_of(path)
     if trained_with is not None and trained_with != found:
         raise ValueError(f"{path}: is another transformation than the model was trained with; export the model again")
     return TableRows(info, path)
