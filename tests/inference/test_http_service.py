@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from fastapi import HTTPException, Request
 
-from dlrm_fused.inference.export.loader import Inputs
+from dlrm_fused.inference.export.loader import Inputs, load
 from dlrm_fused.inference.http.batching import Batcher, Overloaded
 from dlrm_fused.inference.http.limits import Limits
+from dlrm_fused.inference.http.service import build_service
 from tests.distributed.launch import run_alone, train
 from tests.inference.clients import questions_of, send
 from tests.inference.exporting import be_service, export, predictions_of_eval, running_service
@@ -199,6 +201,24 @@ def closed_by_reason(log: Path) -> list[int]:
     return [sum(map(int, re.findall(rf"(\d+) {reason}", text))) for reason in ("beyond the limit of 768", "with headers of")]
 
 
+def test_a_large_body_is_read_beside_other_requests(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_on = []
+
+    def parse(body: bytes, *_: object) -> Inputs:
+        read_on.append((len(body), threading.current_thread() is threading.main_thread()))
+        raise HTTPException(422, "")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bodies.pop(0)}
+
+    monkeypatch.setattr("dlrm_fused.inference.http.service.parse", parse)
+    (predict,) = (route.endpoint for route in build_service(load(run / "model"), Limits()).routes if route.path == "/predict")
+    bodies = [bytes(1000), bytes(100_000)]
+    for _ in range(2):
+        assert asyncio.run(predict(Request({"type": "http"}, receive))).status_code == 422
+    assert read_on == [(1000, True), (100_000, False)]
+
+
 def inputs(rows: int) -> Inputs:
     return Inputs(np.arange(rows, dtype=np.float32)[:, None], (), np.zeros(rows, np.int64))
 
@@ -254,7 +274,8 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
     [
         (["--model", "nowhere"], "--model nowhere: no exported model there (manifest.json is missing); export.py writes one"),
         (["--model", "MODEL", "--max-rows", "0"], "--max-rows 0: allowed: 1 or more"),
-        (["--model", "MODEL", "--threads", "0"], "--threads 0: allowed: 1 or more"),
+        (["--model", "MODEL", "--threads", "0"], f"--threads 0: allowed: 1 to {os.cpu_count()}, the cores of this machine"),
+        (["--model", "MODEL", "--threads", str(10**11)], f"allowed: 1 to {os.cpu_count()}, the cores of this machine"),
         (["--model", "MODEL", "--max-waiting-rows", "5"], "--max-waiting-rows 5: allowed: --max-rows 1024 or more"),
         (["--model", "DAMAGED", "--port", "0"], "; export the model again"),
         (["--model", "MODEL", "--port", "TAKEN"], "Address already in use; give an address of this machine and a free port"),

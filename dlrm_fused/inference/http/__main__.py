@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 from dlrm_fused.errors import ConfigError, UserError
 from dlrm_fused.inference.http.limits import Limits
+from dlrm_fused.paths import user_path
 
 DESCRIPTION = """\
 Serve an exported model: ``python -m dlrm_fused.inference.http --model model [--port 8000]``.
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m dlrm_fused.inference.http", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, type=Path, help="folder that export.py wrote")
+    parser.add_argument("--model", required=True, type=user_path, help="folder that export.py wrote")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", default=8000, type=int, help="default: 8000")
     parser.add_argument("--threads", default=1, type=int, help="that compute a batch, of torch (default: 1)")
@@ -51,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> None:
     limits.check()
-    if threads < 1:
-        raise ConfigError(f"--threads {threads}: allowed: 1 or more")
+    cores = os.cpu_count() or 1
+    if not 1 <= threads <= cores:
+        raise ConfigError(f"--threads {threads}: allowed: 1 to {cores}, the cores of this machine")
     if not (model / "manifest.json").is_file():
         raise ConfigError(f"--model {model}: no exported model there (manifest.json is missing); export.py writes one")
     try:

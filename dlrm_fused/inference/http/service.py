@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +22,7 @@ from dlrm_fused.inference.http.requests import by_row, parse, read_body, request
 
 logger = logging.getLogger("uvicorn.error")
 
+_LARGE_BODY_BYTES = 2**16  # reading such a body may take seconds, which other requests do not wait for
 _CLIENT_GONE = 499  # nginx's status, for the metrics alone: nobody reads the answer
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -35,11 +38,13 @@ def build_service(model: Model, limits: Limits) -> FastAPI:
     batcher = Batcher(model.score, limits, batch_rows.observe)
     waiting = Gauge("dlrm_waiting_rows", "Rows that wait for their batch", registry=registry)
     waiting.set_function(lambda: batcher.waiting_rows)
+    reader = ThreadPoolExecutor(1, "read")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await batcher.close()
+        reader.shutdown()
 
     service = FastAPI(title=f"dlrm_fused: {model.info['run']}, step {model.info['step']}", lifespan=lifespan)
 
@@ -47,7 +52,11 @@ def build_service(model: Model, limits: Limits) -> FastAPI:
     async def predict(request: Request) -> Response:
         began = time.perf_counter()
         try:
-            inputs = parse(await read_body(request, limits), model, limits)
+            body = await read_body(request, limits)
+            if len(body) < _LARGE_BODY_BYTES:
+                inputs = parse(body, model, limits)
+            else:
+                inputs = await asyncio.get_running_loop().run_in_executor(reader, parse, body, model, limits)
             answer = JSONResponse({"probabilities": by_row(await batcher.score(inputs), model.labels)})
         except HTTPException as error:
             answer = _refusal(error.status_code, error.detail)
