@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
@@ -19,6 +20,7 @@ UNITS = ("s", "ms", "us", "ns")
 MICROSECONDS = 1_000_000  # of a second
 _LONGEST_NUMBER = 300  # digits, and the largest power of ten: in microseconds, too, a float64 then has it
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,18 @@ class TableFormat:
             raise ValueError(f"{value!r} is not a number of {self.time or 's'}")
         return _microseconds(datetime.fromisoformat(value.strip()))
 
+    def is_of_another_unit(self, microseconds: int, first: int | None) -> bool:
+        """Return whether a time that was read as of this format lies in the future, or would lie among a table's times in a
+        coarser unit alone, as seconds do where the table has milliseconds.
+
+        Args:
+            first: microseconds since 1970 of the table's first time; None if it is not known.
+        """
+        latest = latest_time()
+        if first is None or microseconds >= first or self.time not in UNITS:
+            return microseconds > latest
+        return any(first <= microseconds * 1000**steps <= latest for steps in range(1, UNITS.index(self.time) + 1))
+
     def saved(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, for JSON."""
         default = TableFormat()
@@ -105,6 +119,11 @@ class TableFormat:
 
 
 PLAIN = TableFormat()
+
+
+def latest_time() -> int:
+    """Return the microseconds since 1970 beyond which a time is refused: a day from now, since clocks differ."""
+    return int((time.time() + _DAY_SECONDS) * MICROSECONDS)
 
 
 def parse_time(text: str, time_format: str) -> int:

@@ -306,6 +306,7 @@ class Transformation:
         sample_weight: the column of what each row counts; empty without.
         table_format: how the files were written; others are read likewise.
         nulls: values of dense and sparse columns that are missing ones; the encodings have them, too.
+        first_time: of the table that it was learned from, microseconds since 1970; None if rows were not split by times.
         digest: of all that it does, by which a model knows the transformation of its training. One that is applied to other
             rows keeps it; empty until it is saved, and where an earlier release has saved it.
     """
@@ -317,6 +318,7 @@ class Transformation:
     sample_weight: str = ""
     table_format: TableFormat = PLAIN
     nulls: NullMarkers = NONE
+    first_time: int | None = None
     digest: str = ""
 
     @property
@@ -364,6 +366,7 @@ class Transformation:
             **({"table_format": self.table_format.saved()} if self.table_format.saved() else {}),
         }
         content["digest"] = self.digest or self._digest(content)
+        content |= {} if self.first_time is None else {"first_time": self.first_time}
         (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _digest(self, content: dict[str, Any]) -> str:
@@ -410,6 +413,7 @@ class Transformation:
                 raise DataError(
                     f"{path}: format version {version}, this release reads 1 to {FORMAT_VERSION}; prepare the set again"
                 )
+            first_time = content.get("first_time")
             history, nulls = content["history"], NullMarkers(tuple(content.get("null_values", ())))
             table_format = TableFormat.of(content.get("table_format", {}))
             return Transformation(
@@ -420,6 +424,7 @@ class Transformation:
                 content.get("sample_weight", ""),
                 table_format=table_format,
                 nulls=nulls,
+                first_time=None if first_time is None else int(first_time),
                 digest=content.get("digest", ""),
             )
         except FileNotFoundError as error:

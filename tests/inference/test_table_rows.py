@@ -199,7 +199,7 @@ def test_hstu_reads_the_times_of_rows_of_the_table(history_run: Path, tmp_path: 
     assert model.info["reads_times"]
     with pytest.raises(InputError, match=r"row 0, history\[0\], feature time: 1700000100; allowed: times in ascending order"):
         model.predict([{**NOW, "history": [{**PAST, "time": 1_700_000_100}]}])
-    with pytest.raises(InputError, match=r"row 0, feature time: 1e\+30; allowed: seconds since 1970"):
+    with pytest.raises(InputError, match=r"row 0, feature time: 1e\+30; allowed: times up to now"):
         model.predict([{**NOW, "time": 1e30}])
     with pytest.raises(InputError, match="row 0: feature time is missing"):
         model.predict([{name: value for name, value in NOW.items() if name != "time"}])
@@ -219,8 +219,15 @@ def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Pa
     model = replace(history_model, rows=read_rows(tmp_path / "set", history_model.info))
     changed = [{**in_milliseconds(row), "history": [in_milliseconds(past) for past in row["history"]]} for row in rows]
     assert model.predict(changed).tolist() == history_model.predict(rows).tolist()
-    with pytest.raises(InputError, match=r"row 0, feature time: 'soon'; allowed: times as --time-format ms of the table says"):
+    with pytest.raises(InputError, match=r"row 0, feature time: 'soon'; allowed: times up to now as --time-format ms"):
         model.predict([{**changed[0], "time": "soon"}])
+    for time in (rows[0]["time"], changed[0]["time"] * 1000):
+        with pytest.raises(
+            InputError, match=f"row 0, feature time: {time}; allowed: times up to now as --time-format ms of the"
+        ):
+            model.predict([{**changed[0], "time": time, "history": []}])
+    earlier = {**changed[0], "time": changed[0]["time"] - 10**12, "history": []}
+    assert 0 < model.predict([earlier])[0] < 1
 
 
 def test_histories_tell_the_first_of_several_labels(tmp_path: Path) -> None:
@@ -301,11 +308,13 @@ NOW = {**ROW, "time": 1_700_000_100, "history": [PAST]}
     ("change", "message"),
     [
         ({"history": None}, "row 0, feature history: None; allowed: a list of past interactions, oldest first"),
-        ({"history": [{**PAST, "clicked": 2}]}, "row 0, history[0], feature token_label: 2"),
+        ({"history": [{**PAST, "clicked": 2}]}, "row 0, history[0], feature clicked: 2"),
+        ({"history": [{**PAST, "color": 2.5}]}, "row 0, history[0], feature color: 2.5"),
+        ({"time": 1_700_000_100_000}, "row 0, feature time: 1700000100000; allowed: times up to now in seconds since 1970, or"),
         ({"history": [{**PAST, "price": 2}]}, "row 0, history[0]: unknown feature 'price'=2"),
         ({"history": [{**PAST, "time": 1_700_000_100}]}, "row 0, history[0], feature time: 1700000100; allowed: times in asc"),
         ({"history": [PAST, {**PAST, "time": 5}]}, "row 0, history[0], feature time: 1700000000; allowed: times in ascending"),
-        ({"time": "yesterday"}, "row 0, feature time: 'yesterday'; allowed: seconds since 1970, or texts such as"),
+        ({"time": "yesterday"}, "row 0, feature time: 'yesterday'; allowed: times up to now in seconds since 1970, or texts"),
         ({"time": None}, "row 0, feature time: None"),
     ],
 )

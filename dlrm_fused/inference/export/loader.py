@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
-from dlrm_fused.datasets.table_format import MICROSECONDS, TableFormat
+from dlrm_fused.datasets.table_format import MICROSECONDS
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation, ids_of, keys_of_values, token_name
 from dlrm_fused.datasets.transformation import Values as Kind
 from dlrm_fused.datasets.values import LARGEST_FLOAT32, number_of, whole_of
@@ -435,6 +435,7 @@ class Rows:
         tokens: token features, by name, in the model's order.
         history: the name of a row's past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
         time: of each row and of its past interactions; None where neither has one.
+        columns: names by which messages call token features that are not called as in rows.
 
     Args:
         of_rows: names that each row has beside numbers, categories and time.
@@ -450,8 +451,10 @@ class Rows:
         of_rows: Iterable[str],
         of_past: Iterable[str],
         time: Time | None,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         self.numbers, self.categories, self.tokens, self.time = numbers, categories, tokens, time
+        self.columns = columns or {}
         self._reads_times = bool(info.get("reads_times"))
         of_time = set() if time is None else {time.name}
         self.history_length: int = info["history_length"]
@@ -542,7 +545,7 @@ class Rows:
                     present.append(number * (self.history_length + 1) + position)
                     tokens.append(token[name])
                     wheres.append(f"row {number}" if is_candidate else f"row {number}, {self.history}[{position}]")
-        elements, of_present = _read(values, name, tokens, wheres)
+        elements, of_present = _read(values, self.columns.get(name, name), tokens, wheres)
         lengths = np.zeros(len(histories) * (self.history_length + 1), np.int64)
         lengths[present] = of_present
         return elements, lengths
@@ -591,7 +594,7 @@ class TableRows(Rows):
         self.items: tuple[str, ...] = ()
         if info["token_features"] and made_by.history is not None:
             self.items = made_by.history.items
-            time = _time_of(made_by.history.time, made_by.table_format, bool(info.get("reads_times")))
+            time = _time_of(made_by.history.time, made_by, bool(info.get("reads_times")))
             tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
             tokens["token_label"] = _labels(tables["token_label"]["rows"])
             tokens["token_gap"] = _ids_as_they_are(_GAP_ROWS, tables["token_gap"]["rows"])
@@ -601,7 +604,8 @@ class TableRows(Rows):
 
         numbers = [Number(feature.name, read, "numbers, or null", feature.apply) for feature in made_by.dense]
         of_columns = {name: categories(name, name) for name in encodings}
-        super().__init__(info, numbers, of_columns, tokens, [], [self.label, *self.items], time)
+        columns = {**{token_name(name): name for name in self.items}, "token_label": self.label}
+        super().__init__(info, numbers, of_columns, tokens, [], [self.label, *self.items], time, columns)
 
     def _in_order(
         self, history: list[Mapping[str, Any]], times: Sequence[int], wheres: Sequence[str]
@@ -610,7 +614,7 @@ class TableRows(Rows):
         values = self.tokens.get(name)
         if values is None or values.encoding is None or len(set(times)) == len(times):
             return history
-        read = [_value(values, name, each[self.items[0]], where) for each, where in zip(history, wheres, strict=True)]
+        read = [_value(values, self.items[0], each[self.items[0]], where) for each, where in zip(history, wheres, strict=True)]
         keys = keys_of_values(read)
         return [history[at] for at in sorted(range(len(history)), key=lambda at: (times[at], keys[at]))]
 
@@ -622,17 +626,22 @@ class TableRows(Rows):
         return {**of_items, "token_label": interaction.get(self.label), "token_gap": gap}
 
 
-def _time_of(column: str, table: TableFormat, for_model: bool) -> Time:
+def _time_of(column: str, made_by: Transformation, for_model: bool) -> Time:
     """Return what reads times as those of the table are read; for a model, only those that its inputs hold."""
+
+    table = made_by.table_format
 
     def read(value: Any) -> int:
         microseconds = table.microseconds(value)
+        if table.is_of_another_unit(microseconds, made_by.first_time):
+            raise ValueError(value)
         if for_model:
             _whole_in(_INT64, microseconds // MICROSECONDS)
         return microseconds
 
-    of_format = f"times as --time-format {table.time} of the table says"
-    return Time(column, read, of_format if table.time else "seconds since 1970, or texts such as 2024-05-31T12:00:00")
+    of_format = f"times up to now as --time-format {table.time} of the table says"
+    plain = "times up to now in seconds since 1970, or texts such as 2024-05-31T12:00:00"
+    return Time(column, read, of_format if table.time else plain)
 
 
 def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]) -> None:

@@ -130,7 +130,8 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
         scratch.mkdir()
         survey = table.survey(set(options.sparse) - options.hash_buckets.keys(), scratch)
         transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
-        transformation = replace(transformation, table_format=options.table_format)
+        first_time = table.split.first if isinstance(table.split, TimeSplit) else None
+        transformation = replace(transformation, table_format=options.table_format, first_time=first_time)
         shutil.rmtree(scratch)
         transformation.save(folder / TRANSFORMATION)
         origin = _origin(options, table.split)

@@ -87,6 +87,7 @@ class TimeSplit:
 
     Attributes:
         starts: microseconds since 1970 from which on rows are for validation, and for the test.
+        first: those of the first time of the table.
         found: the first and the last time, and how they were read, for people.
     """
 
@@ -94,6 +95,7 @@ class TimeSplit:
     option: str
     time_format: str
     starts: tuple[int, int]
+    first: int
     found: str
 
     @staticmethod
@@ -104,7 +106,8 @@ class TimeSplit:
             sample.add(sample_bits(block.first, len(block)), survey.read(block))
         times = np.sort(sample.values())
         at = [min(round(len(times) * share), len(times) - 1) for share in (1 - held_out, 1 - held_out / 2)]
-        return TimeSplit(column, option, time_format, (int(times[at[0]]), int(times[at[1]])), survey.finish())
+        starts = int(times[at[0]]), int(times[at[1]])
+        return TimeSplit(column, option, time_format, starts, survey.first, survey.finish())
 
     def times(self, block: Block) -> NDArray[np.int64]:
         """Return when each row of a block happened, [n], microseconds since 1970."""

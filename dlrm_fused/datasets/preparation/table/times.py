@@ -18,10 +18,9 @@ from dlrm_fused.datasets.preparation.table.arrow import (
     without_nan,
 )
 from dlrm_fused.datasets.preparation.table.files import Block
-from dlrm_fused.datasets.table_format import MICROSECONDS, UNITS, fewest_digits, parse_time
+from dlrm_fused.datasets.table_format import MICROSECONDS, UNITS, fewest_digits, latest_time, parse_time
 from dlrm_fused.datasets.transformation import Int
 
-_DAY_SECONDS = 86_400
 _FARTHEST = 2**60  # microseconds: beyond every time that is accepted
 _PER_UNIT = dict(zip(UNITS, (1e6, 1e3, 1.0, 1e-3), strict=True))
 _HAS_ZONE = r"[T ]\d{2}.*(Z|[+-]\d{2}(:?\d{2})?)$"
@@ -57,7 +56,7 @@ def read_times(block: Block, name: str, option: str, time_format: str) -> Int:
         missing = int(np.flatnonzero(times.is_null().to_numpy(zero_copy_only=False))[0])
         block.refuse(name, option, missing, "a time in every row; leave such rows out")
     microseconds = times.to_numpy()
-    future = np.flatnonzero(microseconds > (time.time() + _DAY_SECONDS) * MICROSECONDS)
+    future = np.flatnonzero(microseconds > latest_time())
     if future.size:
         row = int(future[0])
         block.refuse(name, option, row, f"times up to now, numbers in seconds since 1970{_remedy(array[row].as_py())}")
@@ -65,14 +64,18 @@ def read_times(block: Block, name: str, option: str, time_format: str) -> Int:
 
 
 class TimeSurvey:
-    """Reads the times of a column, and keeps the first and the last one, and how they were read."""
+    """Reads the times of a column, and keeps the first and the last one, and how they were read.
+
+    Attributes:
+        first: the first time so far, microseconds since 1970.
+    """
 
     def __init__(self, name: str, option: str, time_format: str) -> None:
         self._name, self._option, self._time_format = name, option, time_format
         self._example: Block | None = None
         self._numbers: Block | None = None  # the first with numbers; other files may have ISO 8601
         self._dates: tuple[str, ...] = () if time_format else _DATES  # formats that all numbers so far fit
-        self._first, self._last = _FARTHEST, -_FARTHEST
+        self.first, self._last = _FARTHEST, -_FARTHEST
 
     def read(self, block: Block) -> Int:
         """Return the times of the rows that come next: [n], microseconds since 1970."""
@@ -82,7 +85,7 @@ class TimeSurvey:
         if numbers is not None:
             self._numbers = self._numbers or block
             self._dates = tuple(date for date in self._dates if _fits(numbers, date))
-        self._first, self._last = min(self._first, int(times.min())), max(self._last, int(times.max()))
+        self.first, self._last = min(self.first, int(times.min())), max(self._last, int(times.max()))
         return times
 
     def finish(self) -> str:
@@ -101,7 +104,7 @@ class TimeSurvey:
                 f"seconds since 1970; {looks} like dates: give --time-format '{self._dates[0]}', or --time-format s if they "
                 "are seconds",
             )
-        first, last = (np.datetime64(microseconds, "us").item() for microseconds in (self._first, self._last))
+        first, last = (np.datetime64(microseconds, "us").item() for microseconds in (self.first, self._last))
         return f"{first.isoformat()} to {last.isoformat()} UTC, read as {self._read_as(self._example)}"
 
     def _read_as(self, block: Block) -> str:
