@@ -96,6 +96,20 @@ def test_an_interrupted_preparation_leaves_what_was_there_and_can_be_repeated(
     assert PreparedInfo.load(tmp_path / "out").samples["train"] == 86
 
 
+def test_a_set_is_written_where_a_link_points(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk/set").mkdir(parents=True)
+    (tmp_path / "out").symlink_to("disk/set")
+    assert cli.main(criteo_command(source, tmp_path / "out")) == 0
+    assert cli.main([*criteo_command(source, tmp_path / "out"), "--overwrite"]) == 0
+    assert (tmp_path / "out").is_symlink()
+    assert PreparedInfo.load(tmp_path / "disk/set").samples["train"] == 86
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert cli.main(criteo_command(source, Path("."))) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "empty", "out", source.name}
+    assert PreparedInfo.load(tmp_path / "empty").samples["train"] == 86
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):

@@ -36,6 +36,7 @@ def new_output(folder: Path, overwrite: bool) -> Iterator[Path]:
         DataError: if ``folder`` holds a complete set, and ``overwrite`` is false; or other files; or if it is not a folder.
     """
     _check_output(folder, overwrite)
+    folder = folder.resolve()  # a link stays one, and "." has a name
     partial, replaced = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
     for leftover in (partial, replaced):
         _check_output(leftover, overwrite=True)
