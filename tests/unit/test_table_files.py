@@ -91,6 +91,10 @@ TEXTS = {
     "another encoding than given": Read(
         "t.csv", b"a,b\n1,\x81\n", "--input t.csv: is not text in cp1252; give its encoding, …", TableFormat(encoding="cp1252")
     ),
+    "UTF-16 without a mark": Read(
+        "t.csv", "a,b\n1,x\n".encode("utf-16-le"), "--input t.csv: looks like UTF-16; give --encoding utf-16-le"
+    ),
+    "UTF-32": Read("t.csv", "a,b\n1,x\n".encode("utf-32"), "--input t.csv: begins with the mark of UTF-32; give …"),
     "UTF-16 without a word": Read(
         "t.csv", "a,b\n1,x\n".encode("utf-16"), "--input t.csv: begins with the mark of UTF-16; give --encoding utf-16"
     ),
@@ -184,6 +188,7 @@ HINTS = {
     "tabs": (b"user\tliked\n1\t0\n", "it looks separated by '\\t': give --delimiter '\\t'"),
     "blanks": (b"liked, user\n1, 0\n", "there are blanks around its names: give --trim"),
     "no header": (b"1,17\n0,12\n", "it has 1, 17; if it has no header, name its columns with --column-names"),
+    "no header, with texts": (b"1,u7\n0,u8\n", "it has 1, u7; if it has no header, name its columns with --column-names"),
     "types in names": (b"user:token,liked:float\n1,0\n", "--rename 'user:token=user' gives it that name"),
     "capitals": (b"User,Liked\n1,0\n", "--rename 'User=user' gives it that name"),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from dlrm_fused.datasets.parquet_files import open_files
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.inference.export.loader import InputError, rows_of
+from tests.unit.tables import read_prepared
 from tests.unit.test_column_types import apply, prepare
 
 CSV = "label,u,d\n1,a,1\n0,b,2\n"
@@ -144,6 +146,18 @@ def test_columns_may_be_arrays_of_arrow_and_numpy() -> None:
     times = np.array(["2024-05-01T00:00:00.000000001"], "datetime64[ns]")
     (row,) = rows_of({"u": pa.array([3.5]), "v": np.array([1]), "w": [None], "t": times})
     assert (row["u"], row["v"], row["w"]) == (3.5, 1, None)
+
+
+def test_categories_are_read_as_polars_writes_them(tmp_path: Path) -> None:
+    """Its dictionaries hold views of texts."""
+    users = pl.Series(["a", "b", None, "a"] * 30)
+    rows = {"label": [0, 1] * 60, "u": users.cast(pl.Enum(["b", "a"])), "many": pl.Series([["x"], []] * 60)}
+    pl.DataFrame(rows).with_columns(pl.col("many").cast(pl.List(pl.Categorical))).write_ipc(tmp_path / "t.arrow")
+    command = ["table", "--input", str(tmp_path / "t.arrow"), "--label", "label", "--sparse", "u,many"]
+    assert cli.main([*command, "--output", str(tmp_path / "set")]) == 0
+    prepared = read_prepared(tmp_path / "set")
+    assert np.bincount(np.concatenate(prepared.all_ids("u"))).tolist() == [30, 0, 60, 30]
+    assert np.concatenate(prepared.all_ids("many")).tolist() == [2] * 60
 
 
 def test_a_byte_order_mark_is_no_part_of_a_name_in_latin_1(tmp_path: Path) -> None:

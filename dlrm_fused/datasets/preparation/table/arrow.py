@@ -20,7 +20,10 @@ def is_list(data_type: pa.DataType) -> bool:
 
 def decoded(array: pa.Array) -> pa.Array:
     """Return the values of a dictionary; other arrays as they are."""
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    if not pa.types.is_dictionary(array.type):
+        return array
+    values = as_text(array.dictionary) if is_text(array.type.value_type) else array.dictionary
+    return values.take(array.indices)  # dictionary_decode has no views of texts, which polars writes
 
 
 def as_text(array: pa.Array) -> pa.Array:

@@ -16,6 +16,7 @@ CSV = (".csv", ".tsv", ".inter")
 BLOCK_BYTES = 2**24
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TABBED = (".tsv", ".inter")
+_UTF_32_MARKS = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # Marks with which other files begin, and their suffixes.
 _MARKS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1\0": ".arrow"}
@@ -68,8 +69,12 @@ def check_encoding(path: Path, table_format: TableFormat) -> None:
         return
     with _decompressed(path) as source:
         first = source.read(10)
+    if first[:4] in _UTF_32_MARKS:
+        raise DataError(f"--input {path}: begins with the mark of UTF-32; give --encoding utf-32")
     if first[:2] in _UTF_16_MARKS:
         raise DataError(f"--input {path}: begins with the mark of UTF-16; give --encoding utf-16")
+    if 0 in first[:2] and any(first[:2]):
+        raise DataError(f"--input {path}: looks like UTF-16; give --encoding utf-16-{'le' if first[0] else 'be'}")
     for mark, suffix in {**_MARKS, **_UNREAD_MARKS}.items():
         if first.startswith(mark):
             remedy = f"end its name with {suffix}" if mark in _MARKS else "unpack it, or write it in another format"
@@ -127,6 +132,6 @@ def hint(names: Sequence[str], wanted: str, suffix: str, table_format: TableForm
         return f"; it looks separated by {shown}: give --delimiter {shown}"
     if any(name != name.strip() for name in names) and wanted in [name.strip() for name in names]:
         return "; there are blanks around its names: give --trim"
-    if all(name.strip().lstrip("-").replace(".", "", 1).isdigit() for name in names):
+    if any(name.strip().lstrip("-").replace(".", "", 1).isdigit() for name in names):
         return "; if it has no header, name its columns with --column-names"
     return ""
