@@ -121,6 +121,47 @@ def test_the_feature_and_the_value_at_fault_are_named(
     assert reason in answer["detail"]
 
 
+def exchange(service: Service, sent: bytes, *, ends: bool = False) -> bytes:
+    """All that the service sends until it closes the connection; the client may say that it sends no more."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
+        client.sendall(sent)
+        if ends:
+            client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def request(row: dict[str, Any], *headers: str) -> bytes:
+    body = json.dumps({"rows": [row]})
+    return "\r\n".join(["POST /predict HTTP/1.1", f"Content-Length: {len(body)}", *headers, "", body]).encode()
+
+
+HTTP_2 = ("Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA", "Connection: Upgrade, HTTP2-Settings")
+
+
+@pytest.mark.parametrize("offered", [HTTP_2, ("Upgrade: websocket", "Connection: Upgrade")], ids=["HTTP/2", "WebSocket"])
+def test_a_request_that_offers_another_protocol_is_answered(
+    service: Service, rows: list[dict[str, Any]], offered: tuple[str, ...]
+) -> None:
+    sent = request(rows[0], *offered) * 2 + request(rows[0], "Connection: close")
+    assert exchange(service, sent).count(b"HTTP/1.1 200 OK") == 3
+    assert b"400 Bad Request" in exchange(service, b"CONNECT a:80 HTTP/1.1\r\n\r\n")
+
+
+def test_requests_of_a_client_that_sends_no_more_are_answered(service: Service, rows: list[dict[str, Any]]) -> None:
+    assert exchange(service, request(rows[0]) * 3, ends=True).count(b"HTTP/1.1 200 OK") == 3
+    assert exchange(service, request(rows[0])[:-1], ends=True) == b""
+
+
+def test_bytes_that_are_no_http_behind_a_request_are_no_error_of_the_service(
+    run: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    served = f'exec "$0" -m dlrm_fused.inference.http --model {run / "model"} "$@" 2> {tmp_path / "log"}'
+    with running_command(["bash", "-c", served, sys.executable], ROOT) as service:
+        assert exchange(service, request(rows[0]) + b"no HTTP\r\n\r\n").count(b"HTTP/1.1 400 Bad Request") == 1
+        assert service.request("GET", "/health")[0] == 200
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_the_page_of_the_api_describes_the_features(service: Service) -> None:
     description = json.loads(service.request("GET", "/openapi.json")[1])
     body = description["paths"]["/predict"]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -11,9 +11,11 @@ import logging
 import math
 import resource
 import socket
+import sys
 from collections import Counter
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dlrm_fused.errors import ConfigError
@@ -144,6 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**of_uvicorn)
         self._door = door
         self._head_bytes = self._forgotten_bytes = 0
+        self._part = b""
         self.is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -165,8 +168,42 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             part = data[: HEADER_BYTES - self._head_bytes]
             self._head_bytes += len(part)  # the callbacks below begin anew
-            super().data_received(part)
+            self._parse(part)
             data = data[len(part) :]
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer the requests that have come of a client that says that it sends no more, and close the connection then."""
+        is_owed = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if is_owed:
+            (self.pipeline[0][0] if self.pipeline else self.cycle).keep_alive = False
+        return is_owed
+
+    def _parse(self, part: bytes) -> None:
+        self._part = part
+        super().data_received(part)
+
+    def _offers_another_protocol(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read a request that offers another protocol as one that does not.
+
+        Clients of HTTP/2 begin so, such as Java's. The parser takes such a request for ended behind its headers; a new one
+        reads them without the offer, and the body.
+        """
+        reason = sys.exception()
+        if not (isinstance(reason, httptools.HttpParserUpgrade) and self._offers_another_protocol()):
+            return
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        rest = self._part[reason.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join([*lines, b"", rest]))
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # an answer to a request before this one would find the connection closed
+        super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) == _MOST_AHEAD:
@@ -176,6 +213,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        if self._offers_another_protocol():
+            return
         self._door.expect_body(self)
         super().on_headers_complete()
 
@@ -185,6 +224,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        if self._offers_another_protocol():
+            return
         if not self.cycle.response_complete:  # otherwise it owes the next one since the answer
             self._door.release(self)
         super().on_message_complete()
