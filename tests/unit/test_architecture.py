@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. Modules of one floor may import each other, and those of lower floors.
 FLOORS = (
     {"errors", "compat", "launcher"},
-    {"records"},
+    {"paths", "records"},
     {"auto_choice", "checksums", "clocks", "config", "cuda_graphs", "lasting", "versions"},
     {"datasets", "symmetric"},
     {"ops"},
