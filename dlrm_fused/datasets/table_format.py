@@ -13,7 +13,7 @@ from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any
 
-from dlrm_fused.datasets.values import is_number
+from dlrm_fused.datasets.values import is_number, plain
 from dlrm_fused.errors import DataError
 
 UNITS = ("s", "ms", "us", "ns")
@@ -73,6 +73,7 @@ class TableFormat:
         Raises:
             ValueError: if it is not a time.
         """
+        value = plain(value)
         if isinstance(value, date):
             return _microseconds(value if isinstance(value, datetime) else datetime(value.year, value.month, value.day))
         number = _number(value)

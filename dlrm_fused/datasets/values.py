@@ -56,7 +56,7 @@ def number_of(value: object, nulls: NullMarkers = NONE) -> float:
     Raises:
         ValueError: if it is no number.
     """
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, str):
         text = value.strip()
         if not text or text in nulls.texts:
@@ -83,7 +83,7 @@ def whole_of(value: object, nulls: NullMarkers = NONE) -> int | None:
     Raises:
         ValueError: if it is no whole number of 64 bits, signed or unsigned.
     """
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, str):
         text = value.strip()
         if not text or text in nulls.texts:
@@ -109,7 +109,7 @@ def text_of(value: object, nulls: NullMarkers = NONE) -> str | None:
     Raises:
         ValueError: if it is neither a text nor a number that has one text.
     """
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, bytes):
         value = value.decode()
     elif isinstance(value, bool):
@@ -125,10 +125,12 @@ def text_of(value: object, nulls: NullMarkers = NONE) -> str | None:
     return value
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Return a scalar of NumPy as one of Python; None for what is missing."""
     if type(value) in (int, str, bool):
         return value
+    if isinstance(value, np.datetime64):
+        value = value.astype("datetime64[us]")  # of nanoseconds, Python has a number
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value).__name__ in _PANDAS_MISSING:

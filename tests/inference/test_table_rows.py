@@ -230,6 +230,14 @@ def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Pa
     assert 0 < model.predict([earlier])[0] < 1
 
 
+def test_rows_may_hold_values_of_numpy(history_model: Model) -> None:
+    """pandas has arrays of the lists of a Parquet file, and NumPy's numbers and times."""
+    past = {**PAST, "time": np.datetime64(PAST["time"], "s"), "clicked": np.bool_(True), "tags": np.array(["a"])}
+    for time in (np.int64(NOW["time"]), np.float64(NOW["time"]), np.datetime64(NOW["time"] * 10**9, "ns")):
+        rows = [{**NOW, "time": time, "history": np.array([past], object)}]
+        assert history_model.predict(rows).tolist() == history_model.predict([NOW]).tolist()
+
+
 def test_histories_tell_the_first_of_several_labels(tmp_path: Path) -> None:
     def labelled(rows: int, seed: int) -> pa.Table:
         return table(rows, seed).append_column("bought", pa.array(np.arange(rows) % 3 // 2))

@@ -150,7 +150,9 @@ def test_one_time_is_read_as_a_column_of_it(times: Times) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, np.float64, np.float32])
 def test_one_time_may_be_a_number_of_numpy(kind: type[np.number]) -> None:
-    assert TableFormat().microseconds(kind(1_700_000_000)) == int(kind(1_700_000_000)) * 1_000_000
+    found = TableFormat().microseconds(kind(1_700_000_000))
+    assert found == int(kind(1_700_000_000)) * 1_000_000
+    assert type(found) is int
 
 
 @pytest.mark.parametrize(

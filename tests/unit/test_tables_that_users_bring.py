@@ -134,6 +134,8 @@ def test_two_columns_of_one_name_in_a_folder_of_parquet_are_told(tmp_path: Path)
     [
         ({"u": "abc", "v": "xyz"}, r"column u: 'abc'; allowed: arrays or lists; a single row stands in a list: \[row\]"),
         ({"u": 3.5}, "column u: 3.5; allowed: arrays or lists"),
+        (iter([{"u": 3.5}]), "list_iterator object .*; allowed: a list of dicts, an Arrow table, a data frame, or a dict of"),
+        (None, "None; allowed: a list of dicts"),
         (pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["u", "u"]), "two columns are named u"),
     ],
 )

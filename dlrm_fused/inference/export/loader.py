@@ -305,6 +305,8 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
         columns = {name: table[name].tolist() for name in table.columns}
     elif isinstance(table, Mapping):
         columns = {name: _listed(name, column) for name, column in table.items()}
+    elif not hasattr(table, "__len__"):
+        raise InputError(f"{_shown(table)}; allowed: a list of dicts, an Arrow table, a data frame, or a dict of columns")
     else:
         return table  # type: ignore[no-any-return]
     lengths = {name: len(column) for name, column in columns.items()}
@@ -668,9 +670,9 @@ def _free_name(name: str, taken: Container[str]) -> str:
 
 def _history(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
     history = row[name]
-    if not isinstance(history, list):
+    if not isinstance(history, list | tuple | np.ndarray):
         _refuse(where, name, history, "a list of past interactions, oldest first")
-    return history
+    return list(history)
 
 
 def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[str]) -> tuple[list[Any], np.ndarray]:
