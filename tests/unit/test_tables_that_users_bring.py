@@ -96,6 +96,13 @@ def test_a_spelling_that_other_files_do_not_have_is_told(
     )
 
 
+@pytest.mark.parametrize("text", ["['a', 'b']", "{a,b}", "[1,\n 2]"])
+def test_lists_that_are_texts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    for texts, is_told in (([text, text], True), ([text, "b"], False)):
+        prepare(tmp_path, {"u": pa.array(texts)}, "--sparse", "u", "--overwrite", suffix=".csv")
+        assert (f"--sparse u: each text such as {text!r} is one value" in capsys.readouterr().err) is is_told
+
+
 def test_a_tab_between_values_is_written_as_one_between_fields(tmp_path: Path) -> None:
     values = pa.array(["a\tb", "b", "a"])
     prepared = prepare(tmp_path, {"u": values}, "--sparse", "u", "--separated", r"u=\t")

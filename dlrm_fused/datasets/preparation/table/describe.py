@@ -62,7 +62,13 @@ def suspects(survey: Survey) -> list[str]:
         for name, value in sorted(survey.spelled.items())
         if value
     ]
-    return [*escaped, *spelled] + [
+    bracketed = [
+        f"warning: --sparse {name}: each text such as {value[:60]!r} is one value; if they are lists, write them as lists to "
+        "Parquet, or as 'a|b' with --separated"
+        for name, value in sorted(survey.bracketed.items())
+        if value
+    ]
+    return [*escaped, *spelled, *bracketed] + [
         f"warning: --sparse {name}: {value!r} is a value like others, {count:,} times in training rows; if it stands for a "
         f"missing one, add it to {NULL_VALUES}"
         for (name, value), count in sorted(survey.suspects.items())

@@ -30,6 +30,8 @@ _NO_LENGTH = 2**31 - 1  # longer than any
 _DASHES = ("-", "\u2013", "\u2014")
 # Whole numbers and truths as pandas writes them to text files.
 _SPELLED = "^(-?[0-9]+[.]0|True|False|TRUE|FALSE)$"
+# Lists as pandas and JSON write them to text files, and as PostgreSQL does.
+_BRACKETED = r"^\s*(\[(?s:.*)\]|\{(?s:.*)\})\s*$"
 # Texts that programs write for a missing value. Each may also be a real value: NA is Namibia, too.
 _SUSPECTS = ("\\N", "NULL", "Null", "null", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "None", "(null)", "?", *_DASHES)
 
@@ -115,6 +117,7 @@ class Survey:
         escaped: a value with an escaped quote, by column.
         spelled: by column of texts, one of its values if all are numbers or truths in another spelling than Arrow's and JSON's,
             such as 7.0 and True; otherwise empty.
+        bracketed: likewise by column of single texts, if all look like lists, such as ['a', 'b'].
         counts: of a block, distinct values and their numbers, by name of the column.
         sampled: of a block, random numbers by which rows are sampled, and the columns of these rows for quantiles [n, Q].
         counters, sample: of all blocks, what becomes of these two.
@@ -130,6 +133,7 @@ class Survey:
     suspects: Counter[tuple[str, str]] = field(default_factory=Counter)
     escaped: dict[str, str] = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)
+    bracketed: dict[str, str] = field(default_factory=dict)
     counts: dict[str, tuple[pa.Array, NDArray[np.int64]]] = field(default_factory=dict)
     sampled: tuple[NDArray[np.uint64], NDArray[np.float64]] | None = None
     counters: dict[str, ValueCounter] = field(default_factory=dict)
@@ -167,8 +171,9 @@ class Survey:
             self.counters[name].add(values, counts)
         self.suspects += block.suspects  # leaves out values that occur in no training row
         self.escaped = block.escaped | self.escaped
-        for name, example in block.spelled.items():
-            self.spelled[name] = example and self.spelled.get(name, example)
+        for found, of_block in ((self.spelled, block.spelled), (self.bracketed, block.bracketed)):
+            for name, example in of_block.items():
+                found[name] = example and found.get(name, example)
 
     def for_quantiles(self, name: str) -> NDArray[np.float64]:
         """Return a sample of the known values of a column with quantiles: [m]."""
@@ -211,10 +216,9 @@ def _survey_dense(block: Block, is_train: NDArray[np.bool_], survey: Survey) -> 
         survey.sampled = sample_bits(block.first, len(block))[is_train], np.stack(sampled, axis=1)
 
 
-def _are_spelled_otherwise(texts: pa.Array) -> bool:
-    """Return whether all texts are whole numbers with ``.0``, or truths with capitals, as pandas writes them to text files."""
+def _all_match(texts: pa.Array, pattern: str) -> bool:
     first = texts[:1]  # of most columns it is none, which saves looking at all
-    return all(pc.all(pc.match_substring_regex(some, _SPELLED)).as_py() for some in (first, texts))
+    return all(pc.all(pc.match_substring_regex(some, pattern)).as_py() for some in (first, texts))
 
 
 def _survey_sparse(block: Block, column: SparseColumn, is_train: NDArray[np.bool_], survey: Survey) -> None:
@@ -233,7 +237,9 @@ def _survey_sparse(block: Block, column: SparseColumn, is_train: NDArray[np.bool
         for at in np.flatnonzero(pc.is_in(values.distinct, pa.array(_SUSPECTS)).to_numpy(zero_copy_only=False)):
             survey.suspects[name, values.distinct[int(at)].as_py()] += int(counts[at])
         if len(values.distinct):
-            survey.spelled[name] = values.distinct[0].as_py() if _are_spelled_otherwise(values.distinct) else ""
+            first = values.distinct[0].as_py()
+            survey.spelled[name] = first if _all_match(values.distinct, _SPELLED) else ""
+            survey.bracketed[name] = first if not column.is_list and _all_match(values.distinct, _BRACKETED) else ""
         if question.escaped_quote:
             found = values.distinct.filter(pc.match_substring(values.distinct, question.escaped_quote))
             if len(found):
