@@ -205,7 +205,7 @@ def test_hstu_reads_the_times_of_rows_of_the_table(history_run: Path, tmp_path: 
         model.predict([{name: value for name, value in NOW.items() if name != "time"}])
 
 
-def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Path) -> None:
+def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table with times in milliseconds gives the predictions of the one with seconds."""
 
     def in_milliseconds(row: dict[str, Any]) -> dict[str, Any]:
@@ -227,6 +227,10 @@ def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Pa
         ):
             model.predict([{**changed[0], "time": time, "history": []}])
     earlier = {**changed[0], "time": changed[0]["time"] - 10**12, "history": []}
+    command = ["apply", "--transformation", str(tmp_path / "set"), "--output", str(tmp_path / "new"), "--input"]
+    assert cli.main([*command, str(write_table(table(300, seed=3), tmp_path / "new.parquet"))]) == 1
+    assert "allowed: times in ms; --time-format tells another unit" in capsys.readouterr().err
+    assert cli.main([*command, str(tmp_path / "new.parquet"), "--time-format", "s"]) == 0
     assert 0 < model.predict([earlier])[0] < 1
 
 

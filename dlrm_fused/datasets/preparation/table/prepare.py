@@ -183,7 +183,8 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     split: Split = split_of_files or FileSplit({file.path: "test" for file in files})
     if options.split:
         split = _split(files, options.split, transformation.history, table_format.time)
-    interactions = _interactions(files, transformation.history, table_format.time, transformation.nulls)
+    first_time, nulls = transformation.first_time, transformation.nulls
+    interactions = _interactions(files, transformation.history, table_format.time, nulls, first_time)
     with new_output(options.output, options.overwrite) as folder:
         transformation.save(folder / TRANSFORMATION)
         origin = _origin(options, split)
@@ -327,12 +328,16 @@ def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryCo
 
 
 def _interactions(
-    files: Sequence[TableFile], history: HistoryColumns | None, time_format: str, nulls: NullMarkers
+    files: Sequence[TableFile],
+    history: HistoryColumns | None,
+    time_format: str,
+    nulls: NullMarkers,
+    first_time: int | None = None,
 ) -> InteractionColumns | None:
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
-    return InteractionColumns(user, item, history.items, history.time, time_format, nulls)
+    return InteractionColumns(user, item, history.items, history.time, time_format, nulls, first_time)
 
 
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:

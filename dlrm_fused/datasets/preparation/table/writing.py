@@ -27,7 +27,7 @@ from dlrm_fused.datasets.preparation.table.splits import Split, TimeSplit
 from dlrm_fused.datasets.preparation.table.times import read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender, SplitFiles, id_columns
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
-from dlrm_fused.datasets.table_format import MICROSECONDS
+from dlrm_fused.datasets.table_format import MICROSECONDS, TableFormat
 from dlrm_fused.datasets.transformation import (
     MISSING,
     UNSEEN,
@@ -50,7 +50,11 @@ _SPLIT, _USER, _ITEM, _TIME = "split", "user", "item", "time"  # columns beside 
 
 @dataclass(frozen=True)
 class InteractionColumns:
-    """The columns of which interactions are made."""
+    """The columns of which interactions are made.
+
+    Attributes:
+        first_time: of the table of the transformation, if it is another one: microseconds since 1970.
+    """
 
     user: SparseColumn
     item: SparseColumn
@@ -58,6 +62,7 @@ class InteractionColumns:
     time: str
     time_format: str
     nulls: NullMarkers = NONE
+    first_time: int | None = None
 
     def read(self, block: Block, split: NDArray[np.uint8], labels: NDArray[np.uint8], ids: pl.DataFrame) -> pl.DataFrame:
         """Return what histories need of n rows. A row whose user is missing is of a user of its own.
@@ -71,6 +76,9 @@ class InteractionColumns:
         users[nobody] = -1 - block.first - np.flatnonzero(nobody)
         items = _row_keys(read_categories(block, self.item, self.nulls, HISTORY))
         times = read_times(block, self.time, HISTORY, self.time_format)
+        last = int(times.argmax())
+        if TableFormat(time=self.time_format).is_of_another_unit(int(times[last]), self.first_time):
+            block.refuse(self.time, HISTORY, last, f"times in {self.time_format}; --time-format tells another unit")
         of_rows = {_SPLIT: split, _USER: users, _ITEM: items, _TIME: times, TOKEN_LABEL: labels}
         return pl.DataFrame(of_rows).hstack(ids.select(self.tokens).rename(token_name))
 
