@@ -15,13 +15,12 @@ from omegaconf import OmegaConf
 from dlrm_fused.config import Split
 from dlrm_fused.config.loading import parse_override
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import Output
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.evaluation import evaluate, named, report, undefined
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
-from dlrm_fused.training.saved_run import Content, SavedRun, try_to_write, write_on_rank_0, write_result
+from dlrm_fused.training.saved_run import Content, SavedRun, check_output, try_to_write, write_on_rank_0, write_result
 
 _Part = tuple[NDArray[np.float32], NDArray[np.float32]]  # predictions and labels, [b] or [b, L] each
 
@@ -50,9 +49,8 @@ def evaluate_run(
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
     """
-    for option, path in (("--predictions", predictions), ("--output", output)):
-        if path and path.is_dir():
-            raise ConfigError(f"{option} {path}: allowed: a file, this is a folder")
+    check_output("--predictions", predictions)
+    check_output("--output", output)
     opened = SavedRun.open(run, checkpoint, overrides)
     with join_run(opened.config, rank, error_store) as device:
         saved = opened.as_rank_0_has_it()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.datasets import Dataset
-from dlrm_fused.errors import CheckpointError
+from dlrm_fused.errors import CheckpointError, ConfigError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.runtime import Rank
@@ -64,6 +64,12 @@ class SavedRun:
     def check_data(self, dataset: Dataset) -> None:
         """Raises CheckpointError if the model predicts other labels than the data set has, or takes other ids or features."""
         RunFolder(self.path).check_data(self.step, self.config, dataset)
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raise ConfigError if the file that an option names is a folder, which :func:`try_to_write` does not see."""
+    if path and path.is_dir():
+        raise ConfigError(f"{option} {path}: allowed: a file, this is a folder")
 
 
 def try_to_write(path: Path) -> None:

@@ -409,3 +409,9 @@ def test_runs_that_cannot_be_scored_online(trained: Path, overrides: list[str], 
     with pytest.raises(RankFailed, match=re.escape(message)) as failed:
         run_ranks(1, score_online, trained, overrides)
     assert isinstance(failed.value.error, ConfigError)
+
+
+def test_a_folder_as_the_file_of_scores_is_refused_before_any_work(tmp_path: Path) -> None:
+    rank_and_store: tuple[Any, Any] = (None, None)
+    with pytest.raises(ConfigError, match=r"^--output .*: allowed: a file, this is a folder$"):
+        score_run_online(tmp_path / "no run", "last", Split.test, [], 1, *rank_and_store, tmp_path)

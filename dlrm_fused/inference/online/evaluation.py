@@ -24,7 +24,7 @@ from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, Candidates, Onlin
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
-from dlrm_fused.training.saved_run import SavedRun, try_to_write, write_on_rank_0, write_result
+from dlrm_fused.training.saved_run import SavedRun, check_output, try_to_write, write_on_rank_0, write_result
 
 # Largest difference of probabilities. With bf16, autocast keeps some values of the full model in fp32.
 _MAX_DIFFERENCE = {Precision.bf16: 0.05}
@@ -107,6 +107,7 @@ def score_run_online(
         ConfigError: if the model reads no histories, or the split has too few samples.
         RuntimeError: if scores differ from those of the full model.
     """
+    check_output("--output", output)
     opened = SavedRun.open(run, checkpoint, overrides)
     config = opened.config
     if config.model.kind not in BUILDERS:
