@@ -47,7 +47,7 @@ class BatchKeys:
         lengths, begins = batch.lengths().view(shape), batch.offsets()[:-1].view(shape)
         if self._places != [*range(len(lengths))]:
             lengths, begins = lengths[self._places], begins[self._places]
-        return keys_of_bags(lengths, begins, batch.values(), torch.arange(batch.stride()), self._rows)
+        return keys_of_bags(lengths, begins, batch.values(), torch.arange(batch.stride(), device="cpu"), self._rows)
 
 
 class DistinctBags:
@@ -74,7 +74,8 @@ class DistinctBags:
         # In the order of the lookups, as all here.
         self._rows_of_own = tuple(layout.rows_of_features(group.rank))
         self._rows_of_remote = [tuple(layout.rows_of_features(rank)) for rank in group.hosts.remote]
-        self._places = torch.tensor([keyed.index(own) for rank in group.hosts.remote for own in by_rank[rank]]).long()
+        places = [keyed.index(own) for rank in group.hosts.remote for own in by_rank[rank]]
+        self._places = torch.tensor(places, device="cpu").long()
 
     def rows(self, own: Tensor, looked_up: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> DistinctRows:
         """The rows of a batch.
@@ -84,7 +85,7 @@ class DistinctBags:
             looked_up: what the input dist has brought to this rank's tables, by sharding type.
             batch_sizes: of all ranks.
         """
-        numbers = torch.cat([torch.arange(size) for size in batch_sizes])
+        numbers = torch.cat([torch.arange(size, device="cpu") for size in batch_sizes])
         whole = [
             features for features, has_whole in zip(looked_up, self._has_whole, strict=True) if has_whole and features.keys()
         ]
@@ -117,4 +118,4 @@ def _has_whole_features(module: ShardedEmbeddingBagCollection, number: int) -> b
 
 def _column(features: Sequence[tuple[str, int]]) -> Tensor:
     """Rows of their tables, int64 [features, 1]."""
-    return torch.tensor([rows for _, rows in features]).long().view(-1, 1)
+    return torch.tensor([rows for _, rows in features], device="cpu").long().view(-1, 1)

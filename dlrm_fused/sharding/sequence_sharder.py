@@ -295,7 +295,7 @@ class ExchangedCounts:
             asked: [ranks]: ids that this rank asks each one for.
         """
         ranks, rank = process_group.size(), process_group.rank()
-        own = torch.tensor(asked, dtype=torch.int64).to(device, non_blocking=True)
+        own = torch.tensor(asked, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
         self._of_ranks, self._rank = own.new_empty(ranks, ranks), rank
         self._event: torch.cuda.Event | None = None
         # Gloo's own threads go on with it while this one does; on a GPU, the current stream waits.
@@ -303,7 +303,8 @@ class ExchangedCounts:
         self._work = dist.all_gather_into_tensor(self._of_ranks.view(-1), own, process_group, async_op=is_on_cpu)
         if not is_on_cpu:
             numbers = numbers_of(self._of_ranks, rank)
-            self._numbers = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True).copy_(numbers, non_blocking=True)
+            on_host = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._numbers = on_host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 

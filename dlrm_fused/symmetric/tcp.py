@@ -143,7 +143,7 @@ class _Incoming:
     def __init__(self, slice_: Tensor, tag: int) -> None:
         self._slice = slice_
         is_here = slice_.device.type == "cpu"
-        self._on_host = slice_ if is_here else torch.empty(slice_.shape, dtype=slice_.dtype, pin_memory=True)
+        self._on_host = slice_ if is_here else torch.empty(slice_.shape, dtype=slice_.dtype, device="cpu", pin_memory=True)
         self._data = _bytes(self._on_host)
         self._header = bytearray(_HEADER.size)
         self._expected_header = _HEADER.pack(tag, len(self._data))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
+from torch.utils._device import set_device
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
@@ -36,6 +38,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder
 from dlrm_fused.sharding.module_support import tables_of_sequences
+from dlrm_fused.sharding.sequence_sharder import FusedShardedEmbeddingCollection
 from dlrm_fused.sharding.without_tables import receive_the_dtype_of_the_others
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import on_hosts, run_program, run_ranks
@@ -311,6 +314,16 @@ def without_gradient_division(case: Case) -> list[str]:
 
 def test_gradients_are_divided_as_torchrec_is_told_to() -> None:
     assert run_ranks(2, without_gradient_division, OF_MIXED) == [[], []]
+
+
+def under_another_default_device(case: Case) -> list[str]:
+    forward = set_device("meta")(FusedShardedEmbeddingCollection.forward)
+    with mock.patch.object(FusedShardedEmbeddingCollection, "forward", forward):
+        return differences({0: case})[0]
+
+
+def test_rows_are_the_same_under_another_default_device() -> None:
+    assert run_ranks(2, under_another_default_device, OF_MIXED) == [[], []]
 
 
 def move(case: Case, from_fused: bool, folder: Path) -> list[str]:

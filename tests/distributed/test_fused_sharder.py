@@ -417,6 +417,21 @@ class TestOneStepAfterTheOther:
     def test_gradients_that_are_not_to_be_divided(self):
         assert_equal(run_both(World((WEIGHTED,), weighted=True), without_gradient_division))
 
+    @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=str)
+    def test_under_another_default_device(self, hosts):
+        assert_equal(run_both(World((WITHOUT_ROW_WISE,)), under_another_default_device, hosts), exactly=hosts == (0, 0))
+
+
+def under_another_default_device(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    """As with ``torch.set_default_device("cuda")`` on GPUs, where tensors of host memory are still to be made."""
+    given, observed = batches(world, 3), []
+    with torch.device("meta"):
+        for batch in given:
+            loss = model(batch)
+            loss.backward()
+            observed.append(loss.detach())
+    return observed
+
 
 def without_gradient_division(model: DistributedModelParallel, world: World) -> list[Tensor]:
     set_gradient_division(False)

@@ -172,7 +172,7 @@ class _Call:
         items, rows = by_rank.items(peer), by_rank.rows(peer)
         if self.places_at is not None:
             rows = self.words(peer, offset + self.places_at)[rows].long()
-        numbers = torch.arange(items.start, items.stop) if isinstance(items, slice) else items
+        numbers = torch.arange(items.start, items.stop, device="cpu") if isinstance(items, slice) else items
         if isinstance(rows, Tensor):
             self.places(peer, offset).index_copy_(0, rows, self.values(items))
         elif self.source_rows is None and self.dtype == self.source.dtype and self.repeats == 1 and self.scale is None:

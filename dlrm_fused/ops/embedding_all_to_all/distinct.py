@@ -41,7 +41,7 @@ def keys_of_bags(lengths: Tensor, begins: Tensor, values: Tensor, numbers: Tenso
         rows: int64 [features, 1]: of each feature's table; at most 2^40.
     """
     if not values.numel():
-        return torch.full(lengths.shape, -1)
+        return torch.full(lengths.shape, -1, device=lengths.device)
     first = values[begins.clamp(max=values.numel() - 1)].long()
     first.masked_fill_((first < 0) | (first >= rows), 0)
     return torch.where(lengths == 1, first, torch.where(lengths > 1, _SEVERAL_IDS + numbers, -1))
@@ -88,8 +88,8 @@ class DistinctRows(NamedTuple):
         received_keys, received = torch.unique(own + _first_keys(len(own)), return_inverse=True)
         sent_features, received_features = sent_keys // _KEYS, received_keys // _KEYS
         of_own, of_remote = (
-            torch.tensor(rows).long(),
-            torch.tensor([own for of_rank in rows_of_remote for own in of_rank]).long(),
+            torch.tensor(numbers, device=own.device).long()
+            for numbers in (rows, [row for of_rank in rows_of_remote for row in of_rank])
         )
         of_sent, of_received = of_own[sent_features % max(features, 1)], of_remote[received_features]
         begins = of_received.cumsum(0) - of_received
@@ -142,7 +142,7 @@ def _first_keys(features: int) -> Tensor:
 def _following(first: Tensor, counts: Tensor) -> Tensor:
     """Return, for each of ``first``, so many numbers from it on."""
     begins = counts.cumsum(0) - counts
-    return (first - begins).repeat_interleave(counts) + torch.arange(int(counts.sum()))
+    return (first - begins).repeat_interleave(counts) + torch.arange(int(counts.sum()), device=counts.device)
 
 
 def _counts(features: Tensor, rows: Tensor, of_ranks: Sequence[int]) -> list[int]:
@@ -153,5 +153,6 @@ def _counts(features: Tensor, rows: Tensor, of_ranks: Sequence[int]) -> list[int
         of_ranks: how many features each rank has.
     """
     before = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
-    ends = before[torch.searchsorted(features, torch.tensor([*itertools.accumulate(of_ranks)]).long())].tolist()
+    firsts = torch.tensor([*itertools.accumulate(of_ranks)], device=rows.device).long()
+    ends = before[torch.searchsorted(features, firsts)].tolist()
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]

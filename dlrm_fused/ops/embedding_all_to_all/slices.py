@@ -110,7 +110,7 @@ def packed_rows(
 ) -> dict[int, Tensor]:
     """By rank of another host, the distinct rows [rows, dim] of this rank's results; ``pooled`` as above."""
     own = [result for result, lookup in zip(pooled, workspace.own_lookups, strict=True) if not lookup.row_wise]
-    results = own[0] if len(own) == 1 else torch.cat([torch.empty(plan.global_batch, 0), *own], dim=1)
+    results = own[0] if len(own) == 1 else torch.cat([torch.empty(plan.global_batch, 0, device="cpu"), *own], dim=1)
     rows = results.reshape(-1, _row_dim(workspace)).index_select(0, distinct.sent)
     rows = within_range(rows, workspace.forward_wire).to(workspace.forward_wire)
     return dict(zip(plan.hosts.remote, rows.split(distinct.sent_counts), strict=True))
@@ -149,7 +149,7 @@ class GradientSlices:
         for sender, rows in zip(plan.hosts.remote, distinct.sent_counts, strict=True):
             row_wise = plan.slices.gradient_width(sender, workspace.rank) - plan.slices.width
             size = rows * _row_dim(workspace) + plan.batch_sizes[sender] * row_wise
-            places[sender] = torch.empty(size, dtype=workspace.backward_wire)
+            places[sender] = torch.empty(size, dtype=workspace.backward_wire, device=workspace.device)
         return places
 
     def _whole(self, gradient: Tensor) -> dict[int, Tensor]:
@@ -227,7 +227,7 @@ def _packed(parts: Sequence[Tensor], width: int, wire: torch.dtype) -> Tensor:
     if len(parts) == 1 and parts[0].dtype == wire and parts[0].is_contiguous():
         return parts[0]
     if not parts:
-        return torch.empty(0, width, dtype=wire)
+        return torch.empty(0, width, dtype=wire, device="cpu")
     packed = parts[0].new_empty(len(parts[0]), width, dtype=wire)
     for part, columns in zip(parts, packed.split([part.shape[1] for part in parts], dim=1), strict=True):
         columns.copy_(within_range(part, wire))

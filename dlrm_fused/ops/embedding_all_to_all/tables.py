@@ -123,7 +123,7 @@ class BiasCorrection:
     """
 
     def __init__(self, adam: Adam) -> None:
-        self.betas = torch.tensor([adam.beta1, adam.beta2], dtype=torch.float32).tolist()
+        self.betas = torch.tensor([adam.beta1, adam.beta2], dtype=torch.float32, device="cpu").tolist()
         self.divisors = torch.empty(2, dtype=torch.float32, device=adam.steps.device)
 
 

@@ -156,7 +156,7 @@ class FeatureExchange(Workspace):
         self._told = torch.tensor([[memory, told_at] for memory, told_at, _ in places], dtype=torch.int64).to(self.device)
 
     def _on_host(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _places_at(self, peer: int) -> tuple[int, int, list[tuple[int, int]]]:
         """Return where this rank tells a peer of its batch: the number of a memory of ``_addresses``, the byte there of two

@@ -67,7 +67,9 @@ class Crossings(NamedTuple):
     @staticmethod
     def none(like: Tensor) -> Crossings:
         """Return those of ranks on one host."""
-        return Crossings(like.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32), like.new_empty(0))
+        return Crossings(
+            like.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32, device="cpu"), like.new_empty(0)
+        )
 
 
 class Visit(NamedTuple):
@@ -140,7 +142,8 @@ class HostBoundary:
         """:meth:`_count` where all tokens cross: messages have room for as many as a call can have."""
         places = self._in_order[: 1 + tokens].repeat(len(self._counterparts), 1)
         most = len(self._in_order) - 1
-        counts = torch.tensor([most] * len(self._counterparts) + [0] + [most] * len(self._served), dtype=torch.int32)
+        numbers = [most] * len(self._counterparts) + [0] + [most] * len(self._served)
+        counts = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         return places, counts, places.new_empty(0, self._experts)
 
     def _count(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +188,7 @@ class HostBoundary:
         """Return tensors of the shapes of those that cross."""
         tokens, top_k = gates.shape
         places = experts.new_empty(len(self._counterparts), 1 + tokens, dtype=torch.int32)
-        counts = torch.empty(len(self._counterparts) + 1 + len(self._served), dtype=torch.int32)
+        counts = torch.empty(len(self._counterparts) + 1 + len(self._served), dtype=torch.int32, device="cpu")
         return Crossings(places, counts, gates.new_empty(tokens + self.most_guests, top_k))
 
     def _split(self, counts: Tensor) -> tuple[list[int], list[int]]:

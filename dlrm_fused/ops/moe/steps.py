@@ -78,7 +78,7 @@ class HostSteps:
         Slots whose target is negative are left out.
         """
         rows = _rows_of_slots(slots, targets, tokens, top_k)
-        total = torch.zeros(tokens, slots.shape[1])
+        total = torch.zeros(tokens, slots.shape[1], device=slots.device)
         for choice in range(top_k):
             total += rows[:, choice] if gates is None else gates[:tokens, choice, None] * rows[:, choice]
         return total.to(slots.dtype)

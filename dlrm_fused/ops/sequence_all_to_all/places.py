@@ -111,7 +111,7 @@ def place_rows(
     first_targets = [asking * counts.most_rows + first for asking, first in enumerate(counts.first_rows)]
     end_targets = [first + count for first, count in zip(first_targets, counts.sent, strict=True)]
     numbers = [0, *accumulate(batch_sizes), *first_targets, *end_targets, *counts.sent_bounds]
-    bounds = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    bounds = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     programs = segments, max(1, min(ceil_div(items, segments * _IDS), ceil_div(_MOST_PROGRAMS, segments)))
     launch_again(
         (kinds_of(offsets, indices), by_rank), place_rows_kernel, programs,
