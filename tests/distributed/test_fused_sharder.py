@@ -39,7 +39,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.compat import torchrec as compat
-from dlrm_fused.errors import UsageError
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.cpu_path import CpuPath
 from dlrm_fused.sharding.paths import TorchRecPath
@@ -729,6 +729,21 @@ def a_batch_size_for_each_feature(model: DistributedModelParallel, world: World)
         with torch.no_grad():  # TorchRec's backward pass of such batches fails on the CPU
             observed.append(model(batch))
     return observed
+
+
+def test_a_rank_whose_gradient_is_sparse_is_named_by_the_others_at_once():
+    _, message = run_ranks(2, _message_of_sparse_gradient, World((WITHOUT_ROW_WISE,)))
+    assert "did not take part because of an error" in message
+
+
+def _message_of_sparse_gradient(world: World) -> str:
+    with process_group(Rank.from_environment(), CPU):
+        model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), timeout_seconds=5))
+        output = get_unwrapped_module(model).collections[0](batches(world, 1)[0]).values()
+        gradient = torch.ones_like(output)
+        with pytest.raises((RuntimeError, CommunicationError)) as failed:
+            output.backward(gradient.to_sparse() if dist.get_rank() == 0 else gradient)
+        return str(failed.value)
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ def send_gradient(
     """
     channel = workspace.backward_channel
     workspace.begin_call()
-    if not _can_be_read_in_tiles(gradient):
-        gradient = gradient.contiguous()
     with abort_peers_on_error(channel):
+        if not _can_be_read_in_tiles(gradient):
+            gradient = gradient.contiguous()  # an error, if it is sparse
         shape = (plan.local_batch, workspace.layout.columns)
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, shape, rows=True)
     workspace.reserve(plan.batch_sizes)
