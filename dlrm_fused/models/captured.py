@@ -132,8 +132,10 @@ class CapturedFunction(Generic[R]):
     def _run_from_now_on(self, reason: str) -> None:
         logger.warning("a training step runs without CUDA graphs: too little memory to capture it: %s", reason)
         self._lacks_memory, self._memory = True, None
-        self._in_place.clear()
-        self._copied.clear()
+        for captures in (self._in_place, self._copied):
+            for capture in captures.values():
+                capture.release()
+            captures.clear()
         torch.cuda.empty_cache()
 
 
@@ -204,6 +206,11 @@ class _Capture:
     def call(self) -> int:
         """Return the number of the call whose tensors the memory holds."""
         return self._memory.call
+
+    def release(self) -> None:
+        """Let go of the graphs and their memory, which whoever still has a result of a call would keep."""
+        self._memory.call += 1
+        del self._graphs
 
     def backward(self, call: int, upstream: Tensor) -> list[Tensor | None]:
         """Return the gradients of the inputs and of the parameters, of this call.

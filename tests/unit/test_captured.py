@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dlrm_fused.cuda_graphs import CapturedCall, Captures, Generation, places
+from dlrm_fused.models import captured
 from dlrm_fused.models.captured import (
     CapturedFunction,
     _as_other_leaves,
@@ -257,3 +260,37 @@ def test_gradients_that_are_asked_for_keep_their_values() -> None:
     for scale, (of_x, of_weight) in zip((1.0, 10.0), found, strict=True):
         torch.testing.assert_close(of_x, scale * weight.detach())
         torch.testing.assert_close(of_weight, scale * x.detach())
+
+
+def test_where_one_more_capture_finds_no_memory_those_before_give_theirs_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while the caller still has the loss of an earlier call, whose backward pass then is too late."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    first = captured_product(weight, None)
+    graphs = weakref.ref(first._graphs)
+    made = mock.Mock(side_effect=[first, torch.OutOfMemoryError("of 141 GB none is left")])
+    monkeypatch.setattr(captured, "_Capture", made)
+    monkeypatch.setattr(captured, "_SharedMemory", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layer = nn.Module()
+    layer.weight = weight
+    function = CapturedFunction(lambda x: (x[..., :3] * weight).sum(), lambda: [layer], most_shapes=4)
+
+    def inputs(rows: int) -> Tensor:
+        return torch.full((rows, 3), 2.0, requires_grad=True) if rows else torch.full((3,), 2.0, requires_grad=True)
+
+    before = function(inputs(0))
+    for rows, expected in ((2, 24.0), (0, 12.0), (2, 24.0)):
+        x = inputs(rows)
+        loss = function(x)
+        assert loss.item() == expected
+        loss.backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, weight.detach().expand_as(x))
+    assert made.call_count == 2
+    assert graphs() is None
+    with pytest.raises(RuntimeError, match="called again before the backward pass"):
+        before.backward()
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "dlrm_fused"]
+    assert "too little memory to capture it: of 141 GB none is left" in warning
