@@ -112,6 +112,7 @@ def trace(
     pooled: torch.dtype,
     *,
     compiled: bool,
+    captured: bool = False,
 ) -> DenseWork:
     """Return the kernels, exchanges and gradients of one rank's dense part.
 
@@ -119,6 +120,7 @@ def trace(
         task: built for the CPU, not compiled; with ``comm=baseline``, on the ranks of
             :func:`~dlrm_fused.compat.torch.ranks_without_peers`.
         pooled: dtype of what the embedding stage returns.
+        captured: the task is captured without being compiled.
     """
     for layer in task.expert_layers:
         spread_evenly(layer)
@@ -141,9 +143,9 @@ def trace(
         backward.work,
         sorted(
             (
-                # A compiled function gives all of its gradients at once.
+                # A compiled or captured function gives all of its gradients at once.
                 Gradient(
-                    last if compiled else backward.end_of(_source(node)),
+                    last if compiled or captured else backward.end_of(_source(node)),
                     float(parameter.numel() * parameter.element_size()),
                     getattr(parameter, "shard_dim", None) is not None,
                 )

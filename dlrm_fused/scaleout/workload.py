@@ -99,11 +99,13 @@ def workload(
             config.training.compile is Compile.auto and device.type == "cuda"
         )
         compiled = compiles and task.dense_part is not None
+        captured = compiles and getattr(task.model, "can_be_captured", False)
         of_a_rank = replace(config.training, global_batch_size=samples)
         key = repr((replace(config, comm=Comm.baseline, training=of_a_rank), group_ranks))
         traces = {} if traces is None else traces
         if key not in traces:
-            traces[key] = trace(task, schema, config.embedding, samples, _DTYPES[output], compiled=compiled)
+            modes = {"compiled": compiled, "captured": captured}
+            traces[key] = trace(task, schema, config.embedding, samples, _DTYPES[output], **modes)
 
     sharder = make_sharder(config.embedding, device, config.comm, False, output)
     try:

@@ -217,6 +217,14 @@ class TestWorkload:
         assert columns == 4 * whole
         assert rows == whole + 3 * lengths
 
+    @pytest.mark.parametrize(
+        ("tensor_parallel", "compile", "at_once"), [(1, "auto", True), (1, "never", False), (2, "auto", False)]
+    )
+    def test_a_captured_transformer_gives_gradients_at_once(self, tensor_parallel: int, compile: str, at_once: bool) -> None:
+        settings = [f"model.tensor_parallel={tensor_parallel}", f"training.compile={compile}", "training.global_batch_size=16"]
+        gradients = workload(*of(*TRANSFORMER, *settings), 2, 8, 40).dense.gradients
+        assert (len({gradient.after for gradient in gradients}) == 1) is at_once
+
     def test_grid_plans_are_not_covered_across_hosts(self) -> None:
         config, schema = of(DCNV2, *SMALL, "embedding.sharding=grid_shard", "comm=fused")
         assert workload(config, schema, 4, 4, 40).is_covered
