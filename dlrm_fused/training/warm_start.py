@@ -124,7 +124,10 @@ def _check_features(run: RunFolder, step: int, schema: DatasetSchema) -> None:
     """Check that features have the places that they had: weights of dense layers know these alone."""
     trained_with = run.checkpoints.progress(step).data.get("features")
     if trained_with not in (None, digest_of_features(schema)):
-        raise CheckpointError("was trained on other features, or in another order; take the same columns in the same order")
+        raise CheckpointError(
+            "was trained on other features, in another order, or with histories of another length; take the same columns in "
+            "the same order, and the same length"
+        )
 
 
 def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None:

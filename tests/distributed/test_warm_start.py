@@ -181,6 +181,16 @@ def dense_features_in_another_order(folder: Path) -> list[str]:
     return [f"data.path={prepared(folder / 'set', random_table(), '--dense', 'age,price')}"]
 
 
+def test_histories_of_another_length_are_named(tmp_path: Path) -> None:
+    history = ("--history", "user", "time", "color", "--history-length")
+    shorter, longer = (prepared(tmp_path / f"set_{length}", random_table(), *history, f"{length}") for length in (3, 4))
+    config = config_of(shorter, "old")
+    start_training(config, ranks=1).wait()
+    warm = config_of(longer, "new", f"checkpoint.warm_start={config.run_dir}")
+    with pytest.raises(RankFailed, match="with histories of another length; take the same columns in the same order, and "):
+        run_ranks(1, beginning, warm)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
