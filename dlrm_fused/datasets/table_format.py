@@ -90,13 +90,14 @@ class TableFormat:
 
     def is_of_another_unit(self, microseconds: int, first: int | None) -> bool:
         """Return whether a time that was read as of this format lies in the future, or would lie among a table's times in a
-        coarser unit alone, as seconds do where the table has milliseconds.
+        coarser unit alone, as seconds do where the table has milliseconds. Times that count from another moment than 1970, such
+        as the first visit, tell no unit.
 
         Args:
             first: microseconds since 1970 of the table's first time; None if it is not known.
         """
         latest = latest_time()
-        if first is None or microseconds >= first or self.time not in UNITS:
+        if first is None or microseconds >= first or first * 1000 <= latest or self.time not in UNITS:
             return microseconds > latest
         return any(first <= microseconds * 1000**steps <= latest for steps in range(1, UNITS.index(self.time) + 1))
 

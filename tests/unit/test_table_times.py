@@ -224,3 +224,10 @@ def test_histories_and_what_is_applied_later_read_times_alike(tmp_path: Path) ->
                 np.testing.assert_array_equal(prepared.splits[split][name], array)
         for name in ("interactions/single.npy", "interactions/times.npy"):  # gaps, and times in seconds
             np.testing.assert_array_equal(np.load(prepared.folder / name), np.load(one.folder / name))
+
+
+def test_times_that_do_not_count_from_1970_tell_no_unit() -> None:
+    hour, of_2024 = 3600 * 10**6, 1_704_067_200 * 10**6
+    in_ms = TableFormat(time="ms")
+    assert not in_ms.is_of_another_unit(hour // 2, first=hour)
+    assert in_ms.is_of_another_unit(of_2024 // 1000 + hour, first=of_2024)
