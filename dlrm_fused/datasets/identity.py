@@ -22,7 +22,8 @@ _NAMES = {
 
 
 def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Digests of ``transformation``, ``features`` and ``rows`` of a data set, and for HSTU of ``token_times``.
+    """Digests of ``transformation``, ``features``, ``sample_features`` and ``rows`` of a data set, and for HSTU of
+    ``token_times``.
 
     All sets that one transformation was applied to have the same digests, whatever their rows are. ``transformation`` is left
     out where a set has none, or one of a release that wrote no digest, and ``rows`` where the set does not state them.
@@ -31,7 +32,7 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     if config.data.source is DataSource.synthetic:
         return {}
     schema: DatasetSchema = getattr(dataset, "stored_schema", dataset.schema)
-    digests = {"features": digest_of_features(schema)}
+    digests = {key: digest_of_features(schema, with_histories=key == "features") for key in ("features", "sample_features")}
     if config.data.source is DataSource.prepared:
         digests["rows"] = _digest([feature.rows for feature in schema.tables])
     if config.model.kind.reads_times:
@@ -41,10 +42,11 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     return digests | ({"transformation": digest} if digest else {})
 
 
-def digest_of_features(schema: DatasetSchema) -> str:
-    """Return the digest of the features' names, in their order, and of the length of histories."""
-    names = [list(schema.dense_features), *([f.name for f in fs] for fs in (schema.sparse_features, schema.token_features))]
-    return _digest([*names, schema.history_length])
+def digest_of_features(schema: DatasetSchema, with_histories: bool) -> str:
+    """Return the digest of the features' names, in their order, and of the length of histories or without these."""
+    names = [list(schema.dense_features), [feature.name for feature in schema.sparse_features]]
+    of_histories = [[feature.name for feature in schema.token_features], schema.history_length]
+    return _digest([*names, *(of_histories if with_histories else [])])
 
 
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:

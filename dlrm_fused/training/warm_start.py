@@ -78,9 +78,11 @@ def _begin_with_weights_of(run: RunFolder, config: Config, sharded: ShardedModel
         raise CheckpointError("holds no checkpoint; name the folder of a run, such as runs/a")
     run.checkpoints.check_labels(step, schema.labels)
     _check_transformation(run, step)
-    maps = _row_maps(run, config)
-    _check_rows(maps, schema)
-    _check_features(run, step, schema)
+    with_histories = config.model.kind.reads_histories
+    tables = {table.name: table.rows for table in (schema.tables if with_histories else schema.sparse_features)}
+    maps = {table: rows for table, rows in _row_maps(run, config).items() if table in tables}
+    _check_rows(maps, tables)
+    _check_features(run, step, schema, with_histories)
     path, state = run.checkpoints.of(step), model_state(sharded)
     matched = {f"table.{table}.weight" for table in maps}
     restore_tensors(path, {key: value for key, value in state.items() if key not in matched})
@@ -113,17 +115,17 @@ def _check_transformation(run: RunFolder, step: int) -> None:
         logger.warning("%s: nothing tells whether data.path=%s is the set of its training", _setting(run), other.data.path)
 
 
-def _check_rows(maps: Mapping[str, RowMap], schema: DatasetSchema) -> None:
-    for table in schema.tables:
-        ids = len(maps[table.name].old_ids) if table.name in maps else table.rows
-        if table.rows != ids:
-            raise CheckpointError(f"{table.name} has {table.rows} rows for {ids} ids; allowed: embedding.max_rows=0")
+def _check_rows(maps: Mapping[str, RowMap], tables: Mapping[str, int]) -> None:
+    for table, rows in tables.items():
+        ids = len(maps[table].old_ids) if table in maps else rows
+        if rows != ids:
+            raise CheckpointError(f"{table} has {rows} rows for {ids} ids; allowed: embedding.max_rows=0")
 
 
-def _check_features(run: RunFolder, step: int, schema: DatasetSchema) -> None:
+def _check_features(run: RunFolder, step: int, schema: DatasetSchema, with_histories: bool) -> None:
     """Check that features have the places that they had: weights of dense layers know these alone."""
-    trained_with = run.checkpoints.progress(step).data.get("features")
-    if trained_with not in (None, digest_of_features(schema)):
+    trained_with = run.checkpoints.progress(step).data.get("features" if with_histories else "sample_features")
+    if trained_with not in (None, digest_of_features(schema, with_histories)):
         raise CheckpointError(
             "was trained on other features, in another order, or with histories of another length; take the same columns in "
             "the same order, and the same length"

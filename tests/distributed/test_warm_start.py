@@ -181,12 +181,17 @@ def dense_features_in_another_order(folder: Path) -> list[str]:
     return [f"data.path={prepared(folder / 'set', random_table(), '--dense', 'age,price')}"]
 
 
-def test_histories_of_another_length_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["transformer", "dlrm"])
+def test_histories_of_another_length_are_named_where_they_are_read(tmp_path: Path, kind: str) -> None:
     history = ("--history", "user", "time", "color", "--history-length")
     shorter, longer = (prepared(tmp_path / f"set_{length}", random_table(), *history, f"{length}") for length in (3, 4))
-    config = config_of(shorter, "old")
+    settings = f"model.kind={kind}", "model.d_model=8", "model.heads=2", "model.tensor_parallel=1"
+    config = config_of(shorter, "old", *settings)
     start_training(config, ranks=1).wait()
-    warm = config_of(longer, "new", f"checkpoint.warm_start={config.run_dir}")
+    warm = config_of(longer, "new", *settings, f"checkpoint.warm_start={config.run_dir}")
+    if kind == "dlrm":
+        run_ranks(1, beginning, warm)
+        return
     with pytest.raises(RankFailed, match="with histories of another length; take the same columns in the same order, and "):
         run_ranks(1, beginning, warm)
 
