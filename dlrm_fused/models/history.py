@@ -275,11 +275,6 @@ class HistoryDLRM(nn.Module):
     reads_histories = True
 
     @property
-    def can_be_captured(self) -> bool:
-        """As of :class:`HistoryEncoder`."""
-        return self.transformer.can_be_captured
-
-    @property
     def reads_times(self) -> bool:
         """Whether the model reads when tokens happened."""
         return self.transformer.reads_times

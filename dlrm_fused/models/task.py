@@ -27,7 +27,7 @@ from dlrm_fused.models.multi_task import task_weights
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens, history lengths and `token_count=`
 # of the batch, one whose `reads_times` is true with its `token_times=`, one with layers of experts with [b] bool, false for
 # padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and what follows. That may be compiled,
-# and on GPUs captured as a CUDA graph. A HistoryDLRM whose `can_be_captured` is true is so called, too, but not compiled.
+# and on GPUs captured as a CUDA graph. So is a HistoryDLRM whose encoder can be captured, but not compiled.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -93,9 +93,8 @@ class RankingTask(nn.Module):
         logits_of = getattr(model, "logits_of", None)
         has_experts = bool(self.expert_layers)
         is_one_graph, rows_of = not has_experts and is_compiled(compile, device), None
-        if is_one_graph and getattr(model, "can_be_captured", False):
-            encoding = cast(HistoryDLRM, model)
-            logits_of, rows_of = encoding.logits_of_rows, encoding.transformer.rows_to_encode
+        if is_one_graph and isinstance(model, HistoryDLRM) and model.transformer.can_be_captured:
+            logits_of, rows_of = model.logits_of_rows, model.transformer.rows_to_encode
         self.dense_part: DensePart | None = None
         if logits_of is not None:
             shape = device.type, self._autocast, is_one_graph, has_experts, self.dense_layers, task_weights

@@ -24,6 +24,7 @@ from dlrm_fused.config import Comm, Compile, Config, DenseOptimizerKind, ModelKi
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import RankingTask, build_model
+from dlrm_fused.models.history import HistoryDLRM
 from dlrm_fused.scaleout.dense_trace import DenseWork, trace
 from dlrm_fused.sharding.estimates import UNCOVERED_ACROSS_HOSTS
 from dlrm_fused.sharding.groups import expert_parallel_size, tensor_parallel_size
@@ -99,7 +100,7 @@ def workload(
             config.training.compile is Compile.auto and device.type == "cuda"
         )
         compiled = compiles and task.dense_part is not None
-        captured = compiles and getattr(task.model, "can_be_captured", False)
+        captured = compiles and isinstance(task.model, HistoryDLRM) and task.model.transformer.can_be_captured
         of_a_rank = replace(config.training, global_batch_size=samples)
         key = repr((replace(config, comm=Comm.baseline, training=of_a_rank), group_ranks))
         traces = {} if traces is None else traces
